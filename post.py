@@ -1,0 +1,707 @@
+"""Show results.json where people look: a card to read offline, and the experiment on the While platform.
+
+    python post.py                   write card/ (card.html, card.md, charts); with WHILEAI_API_KEY also publish
+    python post.py --question        publish the question alone, before there are results
+    python post.py --results out/tiny/results.json --out out/tiny/card
+
+Every number is read from results.json. What a model wrote is shown as text, never as markup. Publishing twice
+changes nothing; after a publish that broke off, the same command completes it.
+Exit code: 0 done, 1 the platform did not take it (the card is written all the same), 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import http.client
+import io
+import json
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from facts import numbers_in
+
+if TYPE_CHECKING:  # matplotlib and whileai are imported where they are used: a refused file costs no second
+    from matplotlib.axes import Axes
+    from whileai.platform import Run, Tracked
+
+Json = dict[str, Any]
+
+AGENT = "talk-credit"  # the card's name on the platform
+PARTNERS = ("trained_pair", "untrained_partner")
+BEHAVIORS = {"trained_pair": "team-solves", "untrained_partner": "with-untrained-partner"}
+NAMES = {
+    "untrained": "untrained",
+    "grpo": "GRPO",
+    "ada": "Reinforce-Ada",
+    "raft": "RAFT",
+    "mixed": "Mixed partners",
+    "ada_mixed": "Ada, mixed partners",
+    "grpo12": "GRPO, 12 chats",
+}
+CHANGES = {
+    "untrained": "Nothing: this is the pair before training.",
+    "grpo": "The baseline: each chat is credited with its reward minus the mean of its group.",
+    "ada": "Problems whose chats all scored the same are played again; a balanced group is trained on.",
+    "raft": "Only chats in which both copies were right are trained on, each with credit 1.",
+    "mixed": "As GRPO, but in half of the chats copy B is the untrained model.",
+    "ada_mixed": "As Reinforce-Ada, but in half of the chats copy B is the untrained model.",
+    "grpo12": "As GRPO, with the larger number of chats that Reinforce-Ada may draw.",
+}
+# Okabe and Ito's palette, which holds for the colour-blind, and a marker an arm for print. The four greys are
+# stand-ins: in the page every colour becomes a CSS variable, so that one drawing serves light and dark.
+INK, MUTED, GRID, PAPER = "#1b1f25", "#5d6671", "#dfe3e8", "#fffffe"
+LOOKS = {
+    "untrained": ("#6b7683", "X"), "grpo": ("#0072b2", "o"), "ada": ("#d55e00", "^"), "raft": ("#009e73", "s"),
+    "mixed": ("#cc79a7", "D"), "ada_mixed": ("#e69f00", "v"), "grpo12": ("#56b4e9", "P"),
+}  # fmt: skip
+GLYPHS = {"X": "✖", "o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚"}
+PHASES = {"play": ("#0072b2", ""), "update": ("#e69f00", "///"), "evaluate": ("#009e73", "\\\\\\"), "rest": ("#6b7683", "")}
+CURVES = {
+    "reward": ("Team reward", "share of the two answers right, in training chats"),
+    "flat": ("Flat groups", "share of problems whose chats all scored the same"),
+    "sends_own": ("Sends own facts", "share of a copy's private numbers that it tells its partner"),
+    "uses_partners": ("Uses the partner's facts", "share of the partner's private numbers in the last message"),
+}
+
+
+class PublishError(Exception):
+    """The platform did not take something; the message is one line and says what to do."""
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def clean(text: Any) -> str:
+    """Text from outside as it may be shown: control, direction and surrogate characters become visible escapes,
+    so that nothing a model wrote moves a cursor, turns a line around or breaks a file."""
+
+    def shown(c: str) -> str:
+        unsafe = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and c not in "\n\t"
+        return f"\\x{ord(c):02x}" if unsafe and ord(c) < 256 else f"\\u{ord(c):04x}" if unsafe else c
+
+    return "".join(map(shown, str(text)))
+
+
+def one_line(text: Any, limit: int = 300) -> str:
+    line = " ".join(clean(text).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def num(value: float | None, digits: int = 2, sign: bool = False) -> str:
+    """A number as it is printed; a dash where there was nothing to measure."""
+    if value is None:
+        return "–"
+    return f"{value:{'+' if sign else ''},.{digits}f}".replace("-", "−")
+
+
+def interval(low: float | None, high: float | None, digits: int = 3, sign: bool = False) -> str:
+    return "" if low is None or high is None else f"[{num(low, digits, sign)}, {num(high, digits, sign)}]"
+
+
+def listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def name_of(arm: str) -> str:
+    return NAMES.get(arm, one_line(arm, 40))
+
+
+def mean_of(numbers: Sequence[float | None] | None) -> float | None:
+    known = [x for x in numbers or () if x is not None]
+    return sum(known) / len(known) if known else None
+
+
+def arms_of(results: Json) -> list[str]:
+    """The methods, untrained first: the rows of results.json that are not an evaluation with an untrained partner."""
+    return [name for name, row in results["arms"].items() if row["partner"] != "untrained_partner"]
+
+
+def row_of(results: Json, arm: str, partner: str) -> Json | None:
+    """One arm's row; an untrained pair is its own untrained partner."""
+    key = arm if partner == "trained_pair" or arm == "untrained" else f"{arm}_untrained_partner"
+    return results["arms"].get(key)
+
+
+def spread(row: Json | None) -> tuple[float | None, float | None, str]:
+    """Low, high and what they are over. One training seed gives no interval over seeds: then the one over
+    problems stands in, and says so."""
+    if row is None:
+        return None, None, ""
+    mean = row["mean"]
+    if mean["over"] is not None:
+        return mean["low"], mean["high"], mean["over"]
+    first = row["pass_at_1"][0] if row["pass_at_1"] else {}
+    return first.get("low"), first.get("high"), "problems only, one training seed"
+
+
+def score_words(row: Json | None, digits: int = 3) -> str:
+    if row is None or row["mean"]["value"] is None:
+        return "not measured"
+    low, high, over = spread(row)
+    note = f" over {over}" if over.startswith("problems only") else ""
+    return f"{num(row['mean']['value'], digits)} {interval(low, high, digits)}{note}".strip()
+
+
+def matched_words(arm: str, matched: Json, digits: int = 3) -> str:
+    return f"{name_of(arm)} {num(matched['value'], digits, True)} {interval(matched['low'], matched['high'], digits, True)}".strip()
+
+
+def answer(results: Json) -> tuple[str, str]:
+    """The answer in two sentences: the highest mean beside the baseline, and what of the differences is resolved."""
+    rows = {arm: results["arms"][arm] for arm in arms_of(results)}
+    trained = {arm: row for arm, row in rows.items() if arm != "untrained" and row["mean"]["value"] is not None}
+    if not trained:
+        return "No trained pair has been measured yet.", "So the question is open."
+    best = max(trained, key=lambda arm: trained[arm]["mean"]["value"])
+    others = [f"{score_words(rows[arm], 2)} {words}" for arm, words in (("grpo", "with GRPO"), ("untrained", "untrained"))
+              if arm in rows and arm != best]  # fmt: skip
+    first = f"{name_of(best)} has the highest mean: two copies trained with it get {score_words(trained[best], 2)} of the held-out answers right"
+    first += f", against {listed(others)}." if others else "."
+    matched = {arm: both["trained_pair"]["matched"] for arm, both in results["deltas"].items() if both.get("trained_pair")}
+    matched = {arm: m for arm, m in matched.items() if m and m["value"] is not None}
+    if not matched:
+        return first, "No other rule has been compared with GRPO on the same seeds, so which is best is open."
+    told = [arm for arm, m in matched.items() if m["low"] is not None and (m["low"] > 0 or m["high"] < 0)]
+    rest = [arm for arm in matched if arm not in told]
+    if told:
+        second = f"Seed by seed, {listed([matched_words(a, matched[a], 2) for a in told])} can be told apart from GRPO"
+        second += f"; {listed([matched_words(a, matched[a], 2) for a in rest])} cannot." if rest else "."
+        return first, second
+    reason = "each interval includes zero" if all(m["low"] is not None for m in matched.values()) else "one seed gives no interval"
+    return first, (f"None of the differences from GRPO is resolved ({listed([matched_words(a, matched[a], 2) for a in matched])}, "
+                   f"seed by seed: {reason}), so which rule is best is open.")  # fmt: skip
+
+
+def partial_words(results: Json) -> str:
+    """One line on what is missing; empty if nothing is."""
+    missing = [*results["header"]["partial"], *results["header"]["failed"]]
+    return f"Partial results: {'; '.join(one_line(m) for m in missing)}." if missing else ""
+
+
+# ---------------------------------------------------------------------------------------------- charts
+
+
+def draw_scores(ax: Axes, results: Json) -> None:
+    """Each arm twice, with itself (filled) and with an untrained partner (hollow): mean, interval, a dot a seed."""
+    published = {row["arm"]: row for row in results["published"]["rows"]}
+    arms, right = arms_of(results), 0.05
+    for y, arm in enumerate(arms):
+        color, marker = LOOKS.get(arm, (INK, "o"))
+        theirs = published.get(arm, {})
+        for partner, at in zip(PARTNERS, (y, y) if arm == "untrained" else (y - 0.19, y + 0.21), strict=True):
+            row = row_of(results, arm, partner)
+            if row is None or row["mean"]["value"] is None or (arm == "untrained" and partner != PARTNERS[0]):
+                continue
+            full, (low, high, _) = partner == PARTNERS[0], spread(row)
+            if low is not None and high is not None:
+                ax.plot([low, high], [at, at], color=color, lw=2.2, solid_capstyle="round", zorder=2)
+                right = max(right, high)
+            ax.plot(row["score"], [at + 0.13] * len(row["score"]), "o", color=color, ms=3.2, mew=0, zorder=3)
+            ax.plot(row["mean"]["value"], at, marker, mfc=color if full else PAPER, mec=color, mew=1.6, ms=8, zorder=4)
+            beside = theirs.get("mean") if full else mean_of(theirs.get("partner_per_seed"))
+            if beside is not None:
+                ax.plot(beside, at, "|", color=MUTED, ms=20, mew=1.6, zorder=1)
+            ax.annotate(num(row["mean"]["value"], 3), (1, at), xycoords=("axes fraction", "data"), xytext=(30, 0),
+                        textcoords="offset points", ha="right", va="center", color=INK if full else MUTED)  # fmt: skip
+            right = max(right, *row["score"], beside or 0)
+    ax.set(ylim=(len(arms) - 0.4, -0.6), xlim=(0, right * 1.04), xlabel="share of held-out answers right")
+    ax.set_yticks(range(len(arms)), [name_of(arm) for arm in arms])
+    keys = [("o", MUTED, 7, "with itself"), ("o", PAPER, 7, "with an untrained partner"), (".", MUTED, 6, "one seed"), ("|", PAPER, 11, "published")]
+    for marker, face, size, label in keys:
+        ax.plot([], [], marker, mfc=face, mec=MUTED, mew=1.5 if marker != "." else 0, ms=size, label=label)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.36, -0.13), ncols=2, frameon=False, handletextpad=0.2, columnspacing=1.2)
+    ax.grid(axis="x", color=GRID, lw=0.8)
+
+
+def smooth(values: Sequence[float], width: int = 5) -> list[float]:
+    """A running mean over `width` neighbours, fewer at the ends."""
+    windows = (values[max(0, i - width // 2) : i + width // 2 + 1] for i in range(len(values)))
+    return [sum(w) / len(w) for w in windows]
+
+
+def curve_of(row: Json, measure: str) -> tuple[list[float], list[list[float]]]:
+    """The steps at which every seed has a value, and at each the smoothed values of the seeds."""
+    tracks = []
+    for curve in row["curves"]:
+        known = [(s, v) for s, v in zip(curve["step"], curve[measure], strict=True) if v is not None]
+        tracks.append(dict(zip([s for s, _ in known], smooth([v for _, v in known]), strict=True)))
+    shared = sorted(set.intersection(*map(set, tracks))) if tracks else []
+    return shared, [[track[step] for track in tracks] for step in shared]
+
+
+def draw_curve(measure: str) -> Callable[[Axes, Json], None]:
+    def draw(ax: Axes, results: Json) -> None:
+        for arm in arms_of(results):
+            steps, values = curve_of(results["arms"][arm], measure)
+            if not steps:
+                continue
+            color, marker = LOOKS.get(arm, (INK, "o"))
+            if len(values[0]) > 1:
+                ax.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.13, lw=0)
+            ax.plot(steps, [sum(v) / len(v) for v in values], color=color, lw=1.8, marker=marker, ms=5,
+                    markevery=max(1, len(steps) // 6), label=name_of(arm))  # fmt: skip
+        ax.set_ylim(0, min(1.02, 1.1 * (ax.dataLim.y1 if ax.lines else 1)))
+        ax.set_xlim(left=0)
+        ax.set_xlabel("step")
+        ax.tick_params(axis="y", labelcolor=MUTED)
+        ax.grid(axis="y", color=GRID, lw=0.8)
+        if ax.lines:
+            ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, handlelength=1.6, columnspacing=1.2)
+
+    return draw
+
+
+def phases_of(minutes: Json) -> dict[str, float]:
+    """Minutes by phase, the small ones together."""
+    named = {phase: minutes.get(phase) or 0.0 for phase in ("play", "update", "evaluate")}
+    return {**named, "rest": max(0.0, (minutes.get("total") or 0.0) - sum(named.values()))}
+
+
+def draw_cost(ax: Axes, results: Json) -> None:
+    """Minutes of each arm, all seeds together, by what they were spent on."""
+    arms = [arm for arm in arms_of(results) if arm in results["cost"]["minutes"]]
+    totals = [results["cost"]["minutes"][arm].get("total") or 0.0 for arm in arms]
+    start = [0.0] * len(arms)
+    for phase, (color, hatch) in PHASES.items():
+        width = [phases_of(results["cost"]["minutes"][arm])[phase] for arm in arms]
+        ax.barh(range(len(arms)), width, left=start, color=color, hatch=hatch, edgecolor=PAPER, lw=0.6, height=0.56, label=phase)
+        start = [a + b for a, b in zip(start, width, strict=True)]
+    for y, total in enumerate(totals):
+        ax.annotate(num(total, 0 if total >= 10 else 1), (total, y), xytext=(5, 0), textcoords="offset points", va="center", color=INK)
+    ax.set(ylim=(len(arms) - 0.4, -0.6), xlim=(0, (max(totals, default=0) or 1) * 1.14), xlabel=f"{results['cost']['unit']}, all seeds")
+    ax.set_yticks(range(len(arms)), [name_of(arm) for arm in arms])
+    ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, frameon=False, handlelength=1.2, columnspacing=1.2)
+    ax.grid(axis="x", color=GRID, lw=0.8)
+
+
+def scores_alt(results: Json) -> str:
+    parts = [f"{name_of(arm)}: {score_words(row_of(results, arm, PARTNERS[0]))}"
+             + ("" if arm == "untrained" else f", with an untrained partner {score_words(row_of(results, arm, PARTNERS[1]))}")
+             for arm in arms_of(results)]  # fmt: skip
+    return f"Share of held-out answers right, mean and interval. {'; '.join(parts)}."
+
+
+def curve_alt(results: Json, measure: str) -> str:
+    parts = []
+    for arm in arms_of(results):
+        _, values = curve_of(results["arms"][arm], measure)
+        if values:
+            parts.append(f"{name_of(arm)} from {num(mean_of(values[0]))} to {num(mean_of(values[-1]))}")
+    return f"{CURVES[measure][0]} by training step, mean over seeds. {'; '.join(parts) or 'No curve was recorded'}."
+
+
+def cost_alt(results: Json) -> str:
+    parts = [f"{name_of(arm)} {num(m.get('total'), 1)}" for arm, m in results["cost"]["minutes"].items()]
+    return f"{results['cost']['unit']}, all seeds together: {', '.join(parts)}."
+
+
+def render_chart(name: str, draw: Callable[[Axes, Json], None], results: Json, height: float) -> tuple[str, bytes]:
+    """One chart as SVG and PNG; the same results give the same bytes."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": ["DejaVu Sans"], "font.size": 11, "axes.edgecolor": GRID,
+             "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": GRID, "ytick.labelcolor": INK, "text.color": INK,
+             "xtick.labelcolor": MUTED, "hatch.linewidth": 0.7, "legend.fontsize": 10.5}  # fmt: skip
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(4.9, height), facecolor=PAPER, layout="constrained")
+        ax = figure.add_subplot(facecolor=PAPER)
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.tick_params(length=0)
+        ax.set_axisbelow(True)
+        draw(ax, results)
+        svg, png = io.StringIO(), io.BytesIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
+    return svg.getvalue(), png.getvalue()
+
+
+def inline(svg: str, alt: str) -> str:
+    """A chart for the page: colours as variables of the style sheet, the page's font, a label for who cannot see it."""
+    import markupsafe
+
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # the same ids in each chart of a page
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    names = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", **{color: f"c-{arm}" for arm, (color, _) in LOOKS.items()}}
+    for color, variable in names.items():
+        svg = svg.replace(color, f"var(--{variable})")
+    box = re.search(r'viewBox="[^"]*"', svg)
+    head = f'<svg {box[0] if box else ""} role="img" aria-label="{markupsafe.escape(alt)}" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    return re.sub(r"<svg[^>]*>", lambda _: head, svg, count=1)
+
+
+def make_charts(results: Json) -> dict[str, Json]:
+    """Every chart, by file name: SVG, PNG, what to say above it and in its place."""
+    rows = len(arms_of(results))
+    plan = {"scores": (draw_scores, "Held-out score", scores_alt(results), 1.5 + 0.62 * rows)}
+    plan |= {f"curve-{m.replace('_', '-')}": (draw_curve(m), title, curve_alt(results, m), 3.3) for m, (title, _) in CURVES.items()}
+    plan["cost"] = (draw_cost, "Cost", cost_alt(results), 1.1 + 0.42 * rows)
+    charts = {}
+    for name, (draw, title, alt, height) in plan.items():
+        svg, png = render_chart(name, draw, results, height)
+        charts[name] = {"svg": svg, "png": png, "title": title, "alt": one_line(alt, 2000)}
+    return charts
+
+
+# ---------------------------------------------------------------------------------------------- card
+
+_PIECE = re.compile(r"\\[dt]?frac\{\d+\}\{\d+\}|[½¼¾⅐-⅞]|\d[\d,]*(?:\.\d+)?(?:/\d+)?|\.\d+|[A-Za-z]+(?:-[A-Za-z]+)*")
+
+
+def marked(text: str, private: Sequence[str]) -> list[tuple[str, bool]]:
+    """A text in pieces, each with whether it names one of the private numbers; the shortest run of up to four
+    words that does, so that "twenty five" is found and the words around it are not."""
+    pieces, out, done, i = list(_PIECE.finditer(text)), [], 0, 0
+    wanted = frozenset(private)
+    while wanted and i < len(pieces):
+        for j in range(i, min(i + 4, len(pieces))):
+            start, end = pieces[i].start(), pieces[j].end()
+            if hits := numbers_in(text[start:end]) & wanted:
+                if j > i and hits <= numbers_in(text[pieces[i + 1].start() : end]):
+                    break  # the first word has no part in it
+                out += [(text[done:start], False), (text[start:end], True)]
+                done, i = end, j
+                break
+        i += 1
+    return [(part, hit) for part, hit in [*out, (text[done:], False)] if part]
+
+
+def chat_of(chat: Json) -> Json:
+    """An example chat, ready to lay out: texts made safe, private numbers marked where they are sent and used."""
+    turns = []
+    for number, turn in enumerate(chat["turns"]):
+        speaker, early = number % 2, number < 2
+        owner = speaker if early else 1 - speaker  # whose private numbers count here: sent first, used last
+        hits = turn["sent"] if early else turn["used"]
+        pieces = marked(clean(turn["text"]), hits)
+        turns.append({**turn, "speaker": "AB"[speaker], "owner": "AB"[owner], "early": early, "pieces": pieces, "of": len(chat["private"][owner]),
+                      "hits": len(hits), "answer": None if early else chat["answers"][speaker]})  # fmt: skip
+    facts = [[marked(clean(fact), chat["private"][copy]) for fact in chat["facts"][copy]] for copy in (0, 1)]
+    return {**chat, "turns": turns, "marked_facts": facts}
+
+
+def context(results: Json, charts: dict[str, Json]) -> Json:
+    """What the template reads: results.json itself, and what is worked out from it here."""
+    first, second = (re.sub(r"\[[^\]]*\]", lambda m: m[0].replace(" ", "\u00a0"), s) for s in answer(results))  # no break in an interval
+    published = {row["arm"]: row for row in results["published"]["rows"]}
+    rows = [{"arm": arm, "row": results["arms"][arm], "partner": row_of(results, arm, PARTNERS[1]) if arm != "untrained" else None,
+             "published": published.get(arm), "deltas": results["deltas"].get(arm, {})} for arm in arms_of(results)]  # fmt: skip
+    chats = {arm: [chat_of(chat) for chat in chats] for arm, chats in results["chats"]["arms"].items() if chats}
+    scores = {arm: results["arms"][arm]["mean"]["value"] or 0 for arm in chats if arm in results["arms"]}
+    return {"r": results, "h": results["header"], "first": first, "second": second, "partial": partial_words(results), "rows": rows,
+            "glyphs": {arm: GLYPHS[marker] for arm, (_, marker) in LOOKS.items()}, "chats": chats, "opened": {"untrained", max(scores, key=scores.__getitem__, default="")}, "looks": LOOKS, "partners": PARTNERS,
+            "changes": CHANGES, "curve_notes": {f"curve-{m.replace('_', '-')}": note for m, (_, note) in CURVES.items()},
+            "charts": {name: {**chart, "inline": inline(chart["svg"], chart["alt"])} for name, chart in charts.items()}}  # fmt: skip
+
+
+def render_html(results: Json, charts: dict[str, Json]) -> str:
+    """card.html: one file, no script, nothing fetched. Everything but the drawn charts goes through autoescape."""
+    import jinja2
+    import markupsafe
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+                             finalize=lambda v: v if isinstance(v, markupsafe.Markup) else clean(v) if isinstance(v, str) else v)  # fmt: skip
+    env.filters |= {"num": num, "name": name_of, "mean_of": mean_of, "drawn": markupsafe.Markup}
+    env.globals |= {"interval": interval, "spread": spread, "row_of": row_of}
+    return env.get_template("card.html.j2").render(context(results, charts)) + "\n"
+
+
+def fenced(text: str) -> str:
+    """Text as a Markdown code block that it cannot close."""
+    text = clean(text)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def render_markdown(results: Json, charts: dict[str, Json]) -> str:
+    import report
+
+    head, tables = results["header"], report.readme_tables(results)
+    parts = [f"# {one_line(head['question'])}", f"**{partial_words(results)}**" if partial_words(results) else "", " ".join(answer(results))]
+    for chart, table, title in (("scores", "result", "Result"), (None, "deltas", "Against GRPO"), (None, "published", "Published"),
+                                ("cost", "cost", "Cost"), (None, "checks", "Checks")):  # fmt: skip
+        parts += [f"## {title}", f"![{charts[chart]['alt']}](charts/{chart}.svg)" if chart else "", tables[table]]
+    parts += ["## Training curves", *(f"![{c['alt']}](charts/{name}.svg)" for name, c in charts.items() if name.startswith("curve-"))]
+    parts += ["## Reliability", one_line(results["reliability"]["words"], 2000), "## Example chats", one_line(results["chats"]["rule"], 2000)]
+    for arm, chats in results["chats"]["arms"].items():
+        for chat in chats:
+            parts += [f"### {name_of(arm)}, seed {chat['seed']}, {one_line(chat['problem'], 40)}: team reward {chat['reward']}"]
+            parts += [fenced("\n".join([f"question: {chat['question']}", *(f"{'AB'[c]} knows: {f}" for c in (0, 1) for f in chat["facts"][c])]))]
+            parts += [f"{'AB'[i % 2]}\n\n{fenced(turn['text'])}" for i, turn in enumerate(chat["turns"])]
+    parts += ["## Run it again", fenced(f"{head['command']}\npython post.py")]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def write_card(results: Json, out: Path) -> list[Path]:
+    """Write the card's files. File names are fixed: none is made of what was read."""
+    charts = make_charts(results)
+    files = {"card.html": render_html(results, charts).encode(), "card.md": render_markdown(results, charts).encode()}
+    for name, chart in charts.items():
+        files |= {f"charts/{name}.svg": chart["svg"].encode(), f"charts/{name}.png": chart["png"]}
+    (out / "charts").mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (out / name).write_bytes(content)
+    return [out / name for name in files]
+
+
+# ---------------------------------------------------------------------------------------------- platform
+
+
+def digest_of(results: Json) -> str:
+    """What a published run carries to say that it is complete and from these results; dates and commands aside."""
+    header = {k: v for k, v in results["header"].items() if k not in ("date", "command", "reused")}
+    return hashlib.sha256(json.dumps({**results, "header": header}, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def experiment_words(results: Json) -> dict[str, str]:
+    """The experiment block, its numbers from the configuration that ran."""
+    config, data, arms = results["header"]["config"], results["header"]["data"], [a for a in arms_of(results) if a != "untrained"]
+    seeds = listed([str(s) for s in results["header"]["seeds"]])
+    partial, words = partial_words(results), {"question": one_line(results["header"]["question"], 1000)}
+    words["hypothesis"] = ("A group whose chats all scored the same gives GRPO no gradient. Playing those problems again and training "
+                           "on a balanced group of the same size should recover that signal and beat GRPO, RAFT and mixed partners.")  # fmt: skip
+    rules = "\n".join(f"- {name_of(a)}: {CHANGES.get(a, '')} Advantage: {one_line(results['arms'][a]['formula'] or '–')}" for a in arms)
+    words["method"] = (f"Two copies of {one_line(results['header']['model']['id'])} each hold half of the facts of a problem and talk: A, B, A, B. "
+                       f"{config['steps']} steps of {config['problems']} problems x {config['group']} chats, training seeds {seeds}. "
+                       f"Only the credit changes:\n{rules}")  # fmt: skip
+    words["measure"] = (f"Share of the two final answers that are right, decided by a program, on {data['heldout_used']} held-out problems, "
+                        f"{config['eval_chats']} chats each; once with itself, once with the untrained model as partner.")  # fmt: skip
+    words["decide"] = ("A rule replaces GRPO if its difference, paired by seed and problem, has an interval that excludes zero and lies "
+                       "outside the noise of repeated evaluations; else the question stays open.")  # fmt: skip
+    words["notes"] = "\n\n".join(part for part in (partial, " ".join(answer(results)), one_line(results["reliability"]["words"], 1000)) if part)
+    return words
+
+
+def note_words(results: Json, arm: str) -> str:
+    """A run's note: changed, moved, why, learned, reproduce."""
+    head, row, delta = results["header"], results["arms"][arm], results["deltas"].get(arm, {})
+    moved = [f"held-out score {score_words(row)}; with an untrained partner {score_words(row_of(results, arm, PARTNERS[1]))}"]
+    for partner in PARTNERS:
+        if both := delta.get(partner):
+            compare, matched = both["compare"], both["matched"]
+            moved += [f"{partner.replace('_', ' ')}: wai.compare says {one_line(compare['word'])} (seed {compare['seed_after']}: "
+                      f"{num(compare['delta'], 3, True)} {interval(compare['low'], compare['high'], 3, True)}); "
+                      f"over matched seeds {matched_words(arm, matched)}"]  # fmt: skip
+    talk, training = row["talk"], row["training"]
+    why = [f"sends own facts {num(mean_of(talk['sends_own']))}, uses the partner's {num(mean_of(talk['uses_partners']))}"]
+    if training:
+        why += [f"flat groups {num(mean_of(training['flat_early']))} early, {num(mean_of(training['flat_late']))} late",
+                f"chats drawn {num(mean_of(training['drawn']), 0)} and kept {num(mean_of(training['kept']), 0)} a seed"]  # fmt: skip
+    seeds, unit = ", ".join(f"{s}: {num(v, 3)}" for s, v in zip(row["seeds"], row["score"], strict=True)), one_line(row["unit"])
+    learned = [f"by {unit} {seeds}", *(one_line(both["flag"]) for both in delta.values() if both and both["flag"])]
+    arm_flag = "" if arm == "untrained" else f" --arm {arm}"
+    tree = {True: "", False: ", with changes not committed", None: ""}[head["clean"]]
+    sections = {"Changed": CHANGES.get(arm, one_line(row["formula"])), "Moved": "; ".join(moved), "Why": "; ".join(why) + " (measured, not proof)",
+                "Learned": "; ".join(learned), "Reproduce": f"`python recipe.py{arm_flag}` at commit {head['commit'] or 'unknown'}{tree}; "
+                f"this table: `{one_line(head['command']).replace('`', '')}`"}  # fmt: skip
+    body = "\n\n".join(f"**{title}.** {text}" for title, text in sections.items())
+    return f"**{partial_words(results)}**\n\n{body}" if partial_words(results) else body
+
+
+def plotly_scores(results: Json) -> Json:
+    """The chart of both partners, as the platform draws it."""
+    traces = []
+    for partner, label in zip(PARTNERS, ("with itself", "with an untrained partner"), strict=True):
+        arms = [arm for arm in arms_of(results) if (row := row_of(results, arm, partner)) and row["mean"]["value"] is not None]
+        rows, color = [row_of(results, arm, partner) or {} for arm in arms], LOOKS["grpo" if partner == PARTNERS[0] else "ada"][0]
+        values = [row["mean"]["value"] for row in rows]
+        up = [max(0, (spread(row)[1] or v) - v) for row, v in zip(rows, values, strict=True)]
+        down = [max(0, v - (v if (low := spread(row)[0]) is None else low)) for row, v in zip(rows, values, strict=True)]
+        traces += [{"type": "bar", "name": label, "x": [name_of(a) for a in arms], "y": values, "marker": {"color": color},
+                    "error_y": {"type": "data", "symmetric": False, "array": up, "arrayminus": down}},
+                   {"type": "scatter", "mode": "markers", "name": f"{label}, a seed", "marker": {"color": color, "size": 7, "symbol": "circle-open"},
+                    "x": [name_of(a) for a, row in zip(arms, rows, strict=True) for _ in row["score"]],
+                    "y": [s for row in rows for s in row["score"]]}]  # fmt: skip
+    return {"data": traces, "layout": {"barmode": "group", "yaxis": {"title": {"text": "share of held-out answers right"}, "rangemode": "tozero"}}}
+
+
+def record_of(results: Json, arm: str) -> Json:
+    """The run's record: data, optimizer, evaluation, provenance. Its pin `results` is the mark of completion."""
+    head, noise, row = results["header"], results["noise"] or {}, results["arms"][arm]
+    config, data = head["config"], head["data"]
+    optimizer = None if arm == "untrained" else {
+        "loss_type": "dapo", "lr": config["learning_rate"], "beta": 0.0, "num_generations": config["group"],
+        "prompts_per_step": config["problems"], "max_completion_tokens": config["last_message_tokens"],
+        "temperature": config["temperature"], "lora_rank": config["lora_rank"], "seed": row["seeds"][0], "seeds": row["seeds"]}  # fmt: skip
+    return {"data": {"train": f"{one_line(data['id'])} train", "n_train": data["train_used"], "holdout": f"{one_line(data['id'])} test",
+                     "holdout_hash": data["fingerprint"], "n_holdout": data["heldout_used"], "decontaminated_dropped": data["decontaminate_dropped"]},
+            "optimizer": optimizer,
+            "eval": {"metric": "pass@1", "k": 2 * config["eval_chats"], "run_std": noise.get("run_std"), "run_std_runs": noise.get("n_runs"), "reader": "boxed"},
+            "provenance": {"pins": {**{k: str(v) for k, v in head["versions"].items()}, "results": digest_of(results)}, "recipe": head["recipe"],
+                           "commit": head["commit"], "paper": head["paper_url"]}}  # fmt: skip
+
+
+def graded_examples(results: Json, arm: str) -> list[Json]:
+    return [{"prompt": clean(chat["question"]), "reply": clean(chat["turns"][2 + copy]["text"]), "ok": chat["answers"][copy]["correct"],
+             "reference": clean(chat["gold"]), "why": f"box read as {one_line(chat['answers'][copy]['kind'])}", "tags": {"copy": "AB"[copy], "seed": str(chat["seed"])}}
+            for chat in results["chats"]["arms"].get(arm, []) for copy in (0, 1)]  # fmt: skip
+
+
+def post_run(tracked: Tracked, results: Json, arm: str, run_id: str) -> None:
+    """One method, whole: opened anew under its id (which empties what a broken publish left), the curve, a score
+    a partner, the note; last the record with the digest, which marks it complete."""
+    row, cost = results["arms"][arm], results["cost"]
+    method = None if arm == "untrained" else arm
+    run: Run = tracked.run("base" if arm == "untrained" else arm, id=run_id, method=method, targets=list(BEHAVIORS.values()), flush_every=10**6, flush_seconds=1e9)
+    steps, values = curve_of(row, "reward")
+    for step, at in zip(steps, values, strict=True):
+        run.log(round(step), reward=round(sum(at) / len(at), 4))
+    run.flush()
+    if run.errors:  # flush never raises: it is meant for training loops
+        raise PublishError(f"the training curve of {arm} did not arrive")
+    for partner, behavior in BEHAVIORS.items():
+        scored = row_of(results, arm, partner)
+        if scored is None or scored["mean"]["value"] is None:
+            continue
+        value, (low, high, _) = scored["mean"]["value"], spread(scored)
+        half = None if low is None or high is None else max(value - low, high - value)
+        examples = graded_examples(results, arm) if partner == PARTNERS[0] else []
+        run.score(behavior, value, fraction=True, ci=half, n=scored["mean"]["n_problems"], examples=examples or None)
+    run.note(note_words(results, arm)[:8000])
+    minutes, on_gpu = (cost["minutes"].get(arm) or {}).get("total"), cost["total"]["dollars"] is not None
+    hours = None if minutes is None else minutes / 60
+    run.finish(hours=hours, gpu=one_line(cost["device"], 40) if on_gpu else None, steps=None if method is None else results["header"]["config"]["steps"],
+               cost_usd=round(hours * cost["price_per_hour"], 2) if on_gpu and hours is not None else None,
+               record=record_of(results, arm), say=False)  # fmt: skip
+
+
+def is_complete(row: Json | None, digest: str) -> bool:
+    pins = (((row or {}).get("record") or {}).get("provenance") or {}).get("pins") or {}
+    return pins.get("results") == digest
+
+
+def publish(results: Json, tracked: Tracked, say: Callable[[str], None]) -> None:
+    """Bring the platform's card to what results.json says; what is there already stays as it is."""
+    noise, partial = results["noise"] or {}, partial_words(results)
+    tracked.register()
+    tracked.experiment(**experiment_words(results))
+    floor = None if noise.get("noise_band") is None else round(100 * noise["noise_band"], 2)
+    for partner, behavior in BEHAVIORS.items():
+        words = "with a copy of itself" if partner == PARTNERS[0] else "with the untrained model as its partner"
+        tracked.behavior(behavior, graded_by="program", reward_is_judge=False, n=results["header"]["data"]["heldout_used"],
+                         test_version=results["header"]["data"]["fingerprint"], noise_floor=floor, contamination=0,
+                         description=f"{partial} Share of final answers right, {words}."[-400:] if not partial else f"{partial[:280]} Share of final answers right, {words}.",
+                         rubric="A program reads the last box of a copy's last message and compares its value with the right answer. "
+                                "No box, several values in it or one that cannot be read count as wrong.")  # fmt: skip
+    there, digest = {str(row.get("id")): row for row in tracked.runs(archived=True)}, digest_of(results)
+    ids = {arm: f"{tracked.id}-{arm}" for arm in arms_of(results)}
+    for arm, run_id in ids.items():
+        done = is_complete(there.get(run_id), digest)
+        if not done:
+            post_run(tracked, results, arm, run_id)
+        say(f"{name_of(arm)}: {'is there already' if done else 'published'}")
+    tracked.figure("both-partners", plotly_scores(results), caption=f"{partial[:400]} Mean over seeds, interval, and each seed.".strip())
+    for run_id in there.keys() - set(ids.values()):
+        say(f"the platform also holds {one_line(run_id, 80)}, which these results do not: archive it there if it is out of date")
+
+
+def publish_question(question: str, tracked: Tracked) -> None:
+    """The question alone; the other fields of a block that is there stay."""
+    tracked.register()
+    before = tracked.experiment()
+    tracked.experiment(**{**(before.model_dump() if before else {}), "question": question})
+
+
+def reach(tracked: Tracked, work: Callable[[], None], key: str) -> None:
+    """Run `work`; whatever keeps the platform from taking it becomes one line that says what to do."""
+    from whileai.platform import PlatformError, platform_url
+
+    again = "run the same command again to complete it"
+    try:
+        work()
+        return
+    except PublishError as error:
+        reason = f"{error}; {again}"
+    except PlatformError as error:
+        if error.status in (401, 403):
+            reason = f"it refused the key ({error.status}): check WHILEAI_API_KEY"
+        else:
+            reason = f"{error} ({error.status or 'no answer'}); {again}"
+    except (OSError, http.client.HTTPException) as error:  # the client lets a dropped connection and a time-out through
+        late = isinstance(error, TimeoutError)
+        reason = f"{'it did not answer in time' if late else f'the connection broke off ({type(error).__name__})'}; {again}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it answered in a form that the client does not read ({type(error).__name__}: {error})"
+    raise PublishError(one_line(f"{platform_url()}: {reason}".replace(key, "***"), 500))
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def api_key() -> str | None:
+    """WHILEAI_API_KEY, or None if it is not set. Raises PublishError for what cannot be a key."""
+    key = os.environ.get("WHILEAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise PublishError("WHILEAI_API_KEY holds characters that no key has: copy it again")
+    return key or None
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="post.py", description="Write the card of results.json and, with WHILEAI_API_KEY, publish it.")
+    top.add_argument("--results", type=Path, default=Path("results.json"), metavar="FILE", help="results to show (%(default)s)")
+    top.add_argument("--out", type=Path, default=Path("card"), metavar="DIR", help="folder of the card (%(default)s)")
+    top.add_argument("--question", action="store_true", help="publish the question alone")
+    top.add_argument("--agent", default=AGENT, metavar="NAME", help="name of the card on the platform (%(default)s)")
+    return top
+
+
+def question_of(path: Path) -> str:
+    """The question of the results; before there are any, the recipe's."""
+    import report
+
+    if path.exists():
+        return str(report.load_results(path)["header"]["question"])
+    import recipe
+
+    return recipe.QUESTION
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    import report
+
+    def post(work: Callable[[Tracked], None], key: str, model: str | None) -> None:
+        from whileai.platform import track
+
+        tracked = track(args.agent, model=model, api_key=key, register=False)
+        reach(tracked, lambda: work(tracked), key)
+
+    try:
+        if args.question:
+            question = one_line(question_of(args.results), 1000)
+            if not (key := api_key()):
+                raise PublishError("--question goes to the platform only: set WHILEAI_API_KEY")
+            post(lambda tracked: publish_question(question, tracked), key, None)
+            print("published the question")
+            return 0
+        results = report.load_results(args.results)
+        files = write_card(results, args.out)
+        print(f"wrote {files[0]} ({len(files)} files){'; ' + partial_words(results) if partial_words(results) else ''}")
+        if not (key := api_key()):
+            print("not published: WHILEAI_API_KEY is not set")
+            return 0
+        post(lambda tracked: publish(results, tracked, print), key, one_line(results["header"]["model"]["id"], 100))
+        print(f"published at https://while.ai/platform/runs?agent={args.agent}")
+    except report.ResultsError as error:
+        print(f"post.py: {one_line(error, 500)}", file=sys.stderr)
+        return 2
+    except PublishError as error:
+        print(f"post.py: not published: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"post.py: the card could not be written: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

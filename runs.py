@@ -1,0 +1,704 @@
+"""What surrounds the recipe: data and model from disk or hub, which runs are still good, making the missing ones,
+the command line. What a run *is* stands in recipe.py; how its files are written, in records.py."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import records
+from grading import gold_answer
+from recipe import (
+    ARMS,
+    QUESTION,
+    TABLE_ARMS,
+    ChatTemplate,
+    Config,
+    Evaluation,
+    NonFiniteError,
+    Problem,
+    StepMetrics,
+    Unsplittable,
+    UserError,
+    chat_json,
+    credited_json,
+    evaluate,
+    flag,
+    make_trainer,
+    problems_json,
+    split_facts,
+)
+
+
+@dataclass(frozen=True)
+class Data:
+    """The problems and what was left out. `report` goes into results.json as it is."""
+
+    train: tuple[Problem, ...]
+    heldout: tuple[Problem, ...]
+    report: dict[str, Any]
+
+
+def read_rows(data: str, split: str) -> list[tuple[str, str, str]]:
+    """(where, question, answer) of every row of a split. Raises UserError naming file, row and field."""
+    folder = Path(data)
+    if folder.exists():
+        path = folder / f"{split}.jsonl"
+        if not path.is_file():
+            raise UserError(f"{path} is missing: --data takes a hub id or a folder with train.jsonl and test.jsonl")
+        try:
+            lines = [
+                (f"{path}, row {i}", line)
+                for i, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+                if line.strip()
+            ]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from None
+        rows = []
+        for where, line in lines:
+            try:
+                rows.append((where, json.loads(line)))
+            except ValueError as error:
+                raise UserError(f"{where}: not a JSON object ({error})") from None
+    else:
+        from datasets import load_dataset
+
+        try:
+            loaded = load_dataset(data, "main", split=split)
+        except Exception as error:  # the hub's own errors are of many kinds; all mean that there is no data
+            raise UserError(f"--data {data}: neither a folder here nor a data set that could be loaded "
+                            f"({type(error).__name__}: {str(error).splitlines()[0]})") from None  # fmt: skip
+        rows = [(f"{data} {split}, row {i}", row) for i, row in enumerate(loaded, 1)]
+    for where, row in rows:
+        for name in ("question", "answer"):
+            if not isinstance(row, dict) or not isinstance(row.get(name), str):
+                raise UserError(f"{where}: the field {name!r} is missing or not a text")
+    return [(where, row["question"], row["answer"]) for where, row in rows]
+
+
+def split_rows(data: str, split: str) -> tuple[list[Problem], dict[str, Any]]:
+    """Every problem of a split that can be cut in two, and the count of the others by reason."""
+    kept, left_out, shared = [], Counter(), 0
+    rows = read_rows(data, split)
+    for number, (where, question, answer) in enumerate(rows):
+        try:
+            gold = gold_answer(answer, where)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        try:
+            parts = split_facts(question)
+        except Unsplittable as error:
+            left_out[error.reason] += 1
+            continue
+        shared += parts.question_has_facts
+        kept.append(Problem(f"{split}-{number}", parts.question, (parts.facts_a, parts.facts_b), gold))
+    report = {
+        "rows": len(rows),
+        "kept": len(kept),
+        "left_out": dict(sorted(left_out.items())),
+        "question_has_facts": shared,
+    }
+    return kept, report
+
+
+def load_data(config: Config) -> Data:
+    """Split, shuffle and count off the problems; drop training problems that overlap the held-out ones."""
+    import whileai as wai
+
+    chosen, report = {}, {}
+    for split, wanted, name in (
+        ("train", config.train_problems, "--train-problems"),
+        ("test", config.heldout_problems, "--heldout-problems"),
+    ):
+        problems, report[split] = split_rows(config.data, split)
+        if len(problems) < wanted:
+            raise UserError(f"{config.data}: {len(problems)} {split} problems are left after the split, {wanted} are "
+                            f"wanted: lower {name} to {len(problems)} or less")  # fmt: skip
+        random.Random(config.data_seed).shuffle(problems)
+        chosen[split] = problems[:wanted]
+    texts = {split: [{"prompt": " ".join([*p.facts[0], *p.facts[1], p.question]), "reference": p.gold} for p in problems]
+             for split, problems in chosen.items()}  # fmt: skip
+    for row, problem in zip(texts["train"], chosen["train"], strict=True):
+        row["id"] = problem.id
+    clean, overlap = wai.decontaminate(texts["train"], against=texts["test"])
+    clean_ids = {row["id"] for row in clean}
+    train = tuple(problem for problem in chosen["train"] if problem.id in clean_ids)
+    if len(train) < config.problems:
+        raise UserError(f"{config.data}: {len(train)} training problems are left after dropping those that overlap "
+                        f"the held-out ones, a step takes {config.problems}: raise --train-problems")  # fmt: skip
+    heldout = tuple(chosen["test"])
+    report["train_used"], report["heldout_used"] = len(train), len(heldout)
+    report["decontaminate_dropped"] = overlap["n_contaminated"]
+    report["fingerprint"] = records.digest([dataclasses.astuple(problem) for problem in (*train, *heldout)])
+    return Data(train, heldout, report)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run and where, beside the numbers of Config."""
+
+    out: Path
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    reuse: bool
+    save_every: int
+    price: float  # dollars an hour of the card, for the cost table
+    trust_remote_code: bool
+    command: str
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What every run of one start shares."""
+
+    config: Config
+    options: Options
+    data: Data
+    device: str
+    key: dict[str, str | None]
+    about: dict[str, Any]
+    progress: Progress
+    signals: Signals
+
+
+class Progress:
+    """One bar over all runs, in chats, with the time left; and a line for each thing that is done."""
+
+    def __init__(self, total: int):
+        from tqdm import tqdm
+
+        self._tqdm = tqdm
+        self._bar = tqdm(total=total, unit="chat", smoothing=0.1, mininterval=0.5, disable=None, file=sys.stderr)
+
+    def advance(self, chats: int, doing: str) -> None:
+        self._bar.set_description(doing, refresh=False)
+        self._bar.update(chats)
+
+    def say(self, line: str) -> None:
+        self._tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def code_parts() -> set[str]:
+    """The definitions in this file that decide what a run measures; formatting and statistics are not in it."""
+    return {"ChatTemplate", "view", "uniforms", "play_chats", "draw_chats", "seats", "credit", "rows_of",
+            "micro_batches", "collate", "problem_order", "ChatTraining", "evaluate", "chats_used", "keep_balanced",
+            "grpo_advantages", "ada_advantages", "raft_advantages", "split_facts", "sentences"}  # fmt: skip
+
+
+def weights_digest(model: str) -> str | None:
+    """What stands for a model folder's weights and tokenizer; None for an id on the hub."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    total = hashlib.sha256()
+    for path in sorted(
+        p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
+    ):
+        total.update(path.name.encode())
+        with open(path, "rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()[:16]
+
+
+def run_key(config: Config, fingerprint: str | None) -> dict[str, str | None]:
+    """What determines a run, by part; None for a part that cannot be told on this machine (a model or data set
+    that is not here), which is then taken from the records on trust. Arm and seed are in the record's name,
+    the arm's definition in `arms`."""
+    here = Path(__file__).parent
+    known = weights_digest(config.model) or (
+        f"{config.model}@{config.revision}" if "/" in config.model.strip("./") else None
+    )
+    if Path(config.model).is_absolute() and not Path(config.model).is_dir():
+        known = None
+    return {
+        "model": known,
+        "data": fingerprint,
+        "prompts": records.digest(config.part("prompts")),
+        "chat": records.digest(config.part("chat")),
+        "training": records.digest(config.part("training")),
+        "evaluation": records.digest(config.part("evaluation")),
+        "code": records.code_digest(here / "recipe.py", code_parts()),
+    }
+
+
+def arm_digest(arm: str) -> str:
+    """What stands for an arm's definition (the untrained pair has none)."""
+    if arm not in ARMS:
+        return arm
+    row = ARMS[arm]
+    return records.digest(
+        [row.advantages.__name__, row.keep.__name__, row.rounds, row.round_groups, row.untrained_half]
+    )
+
+
+def checkpoint_folder(options: Options, arm: str, seed: int) -> Path:
+    return options.out / "checkpoints" / f"{arm}-s{seed}"
+
+
+def record_path(options: Options, arm: str, seed: int | None) -> Path:
+    return options.out / "runs" / (f"{arm}.json.gz" if seed is None else f"{arm}-s{seed}.json.gz")
+
+
+def make_record(
+    lab: Lab,
+    arm: str,
+    seed: int | None,
+    evaluations: Sequence[Evaluation],
+    seconds: dict[str, float],
+    trainer: Any = None,
+) -> dict[str, Any]:
+    """Everything one run measured, as JSON: enough to grade again, to read every chat, to rebuild the table."""
+    last = trainer.last_batch if trainer else ()
+    return {
+        "arm": arm,
+        "seed": seed,
+        "key": {**lab.key, "arm": arm_digest(arm)},
+        "about": lab.about,
+        "config": dataclasses.asdict(lab.config),
+        "data": lab.data.report,
+        "problems": problems_json([*(chat for e in evaluations for chat in e.chats), *(c.graded for c in last)]),
+        "evaluations": [{"name": e.name, "repeat": e.repeat, "seconds": round(e.seconds, 3),
+                         "chats": [chat_json(chat) for chat in e.chats]} for e in evaluations],
+        "last_batch": [credited_json(c) for c in last],
+        "steps": [dataclasses.asdict(m) for m in trainer.history] if trainer else [],
+        "drawn": [dataclasses.asdict(d) for d in trainer.tally] if trainer else [],
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+    }  # fmt: skip
+
+
+def load_model(config: Config, device: str, trust_remote_code: bool) -> tuple[Any, Any, ChatTemplate]:
+    """The base model on its device, its tokenizer, its chat template. Raises UserError for a folder or id that
+    is not a causal language model with an instruct tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"trust_remote_code": trust_remote_code, "revision": config.revision}
+    dtype = torch.bfloat16 if device == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model, padding_side="left", **where)
+        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, **where)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UserError(f"--model {config.model} could not be loaded as a causal language model "
+                        f"({type(error).__name__}: {str(error).strip().splitlines()[0]})") from None  # fmt: skip
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    if tokenizer.eos_token_id is not None:
+        ends.append(tokenizer.eos_token_id)
+    template = ChatTemplate(tokenizer, ends)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to(device), tokenizer, template
+
+
+def generator_for(
+    config: Config, template: ChatTemplate, pad_id: int, say: Callable[[str], None]
+) -> Callable[[Any], Any]:
+    """A function from a model to its generator; says once which one it is and why."""
+
+    def make(model: Any) -> Any:
+        import decode
+
+        try:
+            generator, why = decode.make_generate(model, sorted(template.eos_ids), pad_id, config.generator)
+        except ValueError as error:
+            raise UserError(f"--generator {config.generator}: {error}") from None
+        if why not in said:
+            said.add(why)
+            say(why)
+        return generator
+
+    said: set[str] = set()
+    return make
+
+
+class Interrupted(BaseException):
+    """SIGTERM or Ctrl-C, after what was in hand is safe."""
+
+    def __init__(self, number: int):
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+class Signals:
+    """While entered, SIGTERM and Ctrl-C raise Interrupted; while `deferred`, they only set `caught`, so that a
+    step is finished and saved first. A second signal is never deferred."""
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self.deferred = False
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if self.deferred and self.caught is None:
+            self.caught = number
+            print("finishing this step, then saving; once more to stop at once", file=sys.stderr)
+        else:
+            raise Interrupted(number)
+
+    def callback(self) -> Any:
+        """Tells the trainer to save and stop after the step in which a signal came."""
+        from transformers import TrainerCallback
+
+        class StopAfterStep(TrainerCallback):
+            def on_step_end(_, args: Any, state: Any, control: Any, **__: Any) -> Any:
+                if self.caught is not None:
+                    control.should_save = control.should_training_stop = True
+                return control
+
+        return StopAfterStep()
+
+
+def newest_checkpoint(folder: Path, identity: str) -> tuple[Path, dict[str, Any]] | None:
+    """The latest whole checkpoint of this very run, and what it had measured; None if there is none."""
+    for path in sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rsplit("-", 1)[1])):
+        with contextlib.suppress(records.RecordError):
+            so_far = records.read_record(path / "so_far.json.gz")
+            if so_far["identity"] == identity:
+                return path, so_far
+    return None
+
+
+def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
+    """One arm with one seed: train, evaluate twice, and return the record. Raises Interrupted after saving."""
+    clock = [time.perf_counter()]
+    config, name = lab.config, f"{arm} seed {seed}"
+    model, tokenizer, template = load_model(config, lab.device, lab.options.trust_remote_code)
+
+    def on_step(m: StepMetrics) -> None:
+        lab.progress.advance(
+            config.problems * config.group, f"{name}: step {m.step + 1}/{config.steps}, reward {m.reward:.2f}"
+        )
+
+    folder = checkpoint_folder(lab.options, arm, seed)
+    identity = records.digest({**lab.key, "arm": arm_digest(arm), "name": arm, "seed": seed})
+    trainer = make_trainer(
+        arm, seed, config, lab.data.train, model, tokenizer, template, folder=folder, identity=identity,
+        save_every=lab.options.save_every, on_step=on_step, callbacks=[lab.signals.callback()],
+        make_generator=generator_for(config, template, tokenizer.pad_token_id, lab.progress.say),
+    )  # fmt: skip
+    found = newest_checkpoint(folder, identity) if lab.options.reuse else None
+    spent = 0.0
+    if found:
+        trainer.restore(found[1])
+        spent = sum(m.play_seconds + m.grade_seconds + m.update_seconds for m in trainer.history)
+        lab.progress.advance(config.problems * config.group * len(trainer.history), name)
+        lab.progress.say(f"{name}: going on after step {len(trainer.history)}")
+    clock.append(time.perf_counter())
+    lab.signals.deferred = True
+    trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
+    lab.signals.deferred = False
+    if lab.signals.caught is not None:
+        raise Interrupted(lab.signals.caught)
+    clock.append(time.perf_counter())
+    trainer.generator.refresh()
+    sittings = []
+    for sitting in ("trained_pair", "untrained_partner"):
+        lab.progress.advance(0, f"{name}: evaluation, {sitting.replace('_', ' ')}")
+        sittings.append(evaluate(sitting, 0, seed, lab.data.heldout, config, trainer.generator, template))
+        lab.progress.advance(len(sittings[-1].chats), name)
+    clock.append(time.perf_counter())
+    spans = {
+        phase: end - start for phase, start, end in zip(("load", "train", "evaluate"), clock, clock[1:], strict=False)
+    }
+    spans["train"] += spent
+    return make_record(lab, arm, seed, sittings, {**spans, "total": sum(spans.values())}, trainer)
+
+
+def base_run(lab: Lab) -> dict[str, Any]:
+    """The untrained pair, evaluated `base_evals` times: where every arm starts, and how much an evaluation moves."""
+    start = time.perf_counter()
+    config = lab.config
+    model, tokenizer, template = load_model(config, lab.device, lab.options.trust_remote_code)
+    generator = generator_for(config, template, tokenizer.pad_token_id, lab.progress.say)(model)
+    loaded, sittings = time.perf_counter(), []
+    for repeat in range(config.base_evals):
+        lab.progress.advance(0, f"untrained: evaluation {repeat + 1}/{config.base_evals}")
+        sittings.append(evaluate("untrained", repeat, config.data_seed, lab.data.heldout, config, generator, template))
+        lab.progress.advance(len(sittings[-1].chats), "untrained")
+    end = time.perf_counter()
+    return make_record(
+        lab, "untrained", None, sittings, {"load": loaded - start, "evaluate": end - loaded, "total": end - start}
+    )
+
+
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def read_runs(
+    options: Options, say: Callable[[str], None]
+) -> tuple[dict[tuple[str, int | None], dict[str, Any]], list[str]]:
+    """Every readable record in runs/ by (arm, seed), and a sentence on each that is not."""
+    found, broken = {}, []
+    for path in sorted((options.out / "runs").glob("*.json.gz")):
+        try:
+            record = records.read_record(path)
+            if path != record_path(options, record["arm"], record["seed"]):
+                raise records.RecordError(
+                    f"{path}: holds {record['arm']}, seed {record['seed']}: not what its name says"
+                )
+            found[record["arm"], record["seed"]] = record
+        except (records.RecordError, KeyError) as error:
+            broken.append(str(error))
+            say(f"left aside: {error}")
+    return found, broken
+
+
+def stale_parts(record: dict[str, Any], key: dict[str, str | None]) -> list[str]:
+    """The parts in which a record differs from what would be run now. A part that cannot be told here is trusted."""
+    want = {**key, "arm": arm_digest(record["arm"])}
+    return [part for part, value in want.items() if value is not None and record["key"].get(part) != value]
+
+
+def sort_runs(options: Options, key: dict[str, str | None], say: Callable[[str], None]) -> tuple[dict, list, list[str]]:
+    """(records to use, runs to make, names reused). With --reuse a wanted record of the same key is used; a
+    stale one is set aside and made again, and it is said which part differs. Without it, wanted runs are made
+    anew and their old records kept in runs/old. The untrained pair is made again only where it is stale or
+    every arm of the table is wanted."""
+    found, _ = read_runs(options, say)
+    wanted: list[tuple[str, int | None]] = [
+        ("untrained", None),
+        *((arm, seed) for arm in options.arms for seed in options.seeds),
+    ]
+    usable, reused = {}, []
+    for name, record in found.items():
+        differs = stale_parts(record, key)
+        label = name[0] if name[1] is None else f"{name[0]} seed {name[1]}"
+        fresh = (
+            name in wanted
+            and not options.reuse
+            and not (name[0] == "untrained" and set(options.arms) != set(TABLE_ARMS))
+        )
+        if not differs and not fresh:
+            usable[name] = record
+            reused.append(label)
+        elif name in wanted:
+            kept = records.set_aside(record_path(options, *name))
+            why = f"its {' and '.join(differs)} differ" if differs else "run anew (--reuse would have kept it)"
+            say(f"{label}: {why}; the old record is {kept}")
+        else:
+            say(f"{label}: not used, its {' and '.join(differs)} differ from this start's")
+    return usable, [name for name in wanted if name not in usable], reused
+
+
+def pick_device(config: Config) -> str:
+    """cuda or cpu. Raises UserError without a GPU, unless the CPU was asked for."""
+    import torch
+
+    if config.device not in ("auto", "cuda", "cpu"):
+        raise UserError(f"--device {config.device}: it is auto, cuda or cpu")
+    if config.device == "cpu" or torch.cuda.is_available():
+        if config.device != "cpu" and not torch.cuda.is_bf16_supported():
+            print("this GPU has no bfloat16: running in float32", file=sys.stderr)
+        return "cpu" if config.device == "cpu" else "cuda"
+    raise UserError(
+        "no GPU here: use --tiny for the whole experiment in small, or --device cpu if you can wait for days"
+    )
+
+
+def about_this_start(config: Config, device: str) -> dict[str, Any]:
+    """Where a record comes from: model, device, versions, commit, command, date."""
+    import torch
+
+    card = torch.cuda.get_device_name(0) if device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    return {
+        "model": {"id": config.model_name or config.model, "revision": config.revision, "weights": weights_digest(config.model),
+                  "loaded_as": "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported() else "float32"},
+        "device": card, "versions": records.versions(), **records.git_state(Path(__file__).parent),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }  # fmt: skip
+
+
+def make_runs(
+    todo: Sequence[tuple[str, int | None]], config: Config, options: Options, data: Data, key: dict[str, str | None]
+) -> tuple[dict, list[str]]:
+    """Make the runs that are missing, each record written the moment it is whole. A run that fails is reported
+    and the others go on. Returns the records and the failures."""
+    device = pick_device(config)
+    quiet_libraries()
+    evals, step = config.eval_chats * len(data.heldout), config.problems * config.group
+    chats = sum(config.base_evals * evals if seed is None else config.steps * step + 2 * evals for _, seed in todo)
+    made, failed = {}, []
+    with Signals() as signals, contextlib.closing(Progress(chats)) as progress:
+        about = {**about_this_start(config, device), "command": options.command}
+        lab = Lab(config, options, data, device, key, about, progress, signals)
+        for arm, seed in todo:
+            if seed is not None and not options.reuse:
+                shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
+            try:
+                record = base_run(lab) if seed is None else train_run(lab, arm, seed)
+                records.write_record(record_path(options, arm, seed), record)
+            except (NonFiniteError, OSError, ArithmeticError) as error:
+                failed.append(f"{arm} seed {seed}: {error}")
+                progress.say(f"FAILED {failed[-1]}")
+                continue
+            if seed is not None:
+                shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
+            made[arm, seed] = record
+            progress.say(one_line(record))
+    return made, failed
+
+
+def one_line(record: dict[str, Any]) -> str:
+    """A finished run in a line, each score with its 95% interval over problems and its n."""
+    import report
+
+    scores = [f"{e['name'].replace('_', ' ')} {report.score_text(e['chats'])}" for e in record["evaluations"]]
+    name = record["arm"] if record["seed"] is None else f"{record['arm']} seed {record['seed']}"
+    return f"{name}: {'; '.join(scores)}; {record['seconds']['total'] / 60:.1f} min"
+
+
+def quiet_libraries() -> None:
+    """One bar and our own lines on the screen, not five libraries' notices."""
+    import logging
+    import warnings
+
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+
+
+def experiment(config: Config, options: Options) -> int:
+    """Load, run what is missing, summarize, write results.json, print the table. Returns the exit code."""
+    import report
+
+    check_writable(options.out)
+    with records.only_one(options.out):
+        data_is_here = Path(config.data).exists() or not options.reuse
+        data = load_data(config) if data_is_here else None
+        key = run_key(config, data.report["fingerprint"] if data else None)
+        usable, todo, reused = sort_runs(options, key, print)
+        if reused:
+            print(f"reused: {', '.join(reused)}")
+        failed: list[str] = []
+        if todo:
+            data = data or load_data(config)
+            made, failed = make_runs(todo, config, options, data, {**key, "data": data.report["fingerprint"]})
+            usable |= made
+        if not usable:
+            print("nothing was finished: no results.json", file=sys.stderr)
+            return 1
+        header = {"command": options.command, "date": time.strftime("%Y-%m-%d"), "reused": reused, "failed": failed,
+                  **records.git_state(Path(__file__).parent)}  # fmt: skip
+        runs = {name: record for name, record in usable.items() if name[1] is not None}
+        arms = [*options.arms, *dict.fromkeys(arm for arm, _ in runs if arm not in options.arms)]
+        results = report.summarize(usable.get(("untrained", None)), runs, header, arms, options.seeds, options.price)
+        records.write_whole(
+            options.out / "results.json", json.dumps(results, indent=1, allow_nan=False).encode() + b"\n"
+        )
+        print(report.render_table(results))
+        print(f"written: {options.out / 'results.json'}")
+    for line in failed:
+        print(f"failed: {line}", file=sys.stderr)
+    if failed:
+        print(f"go on with: {options.command} --reuse", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written ({error.strerror}): give a folder that can") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: a few flags of what to run, then one for each field of Config."""
+    top = argparse.ArgumentParser(
+        prog="recipe.py", description=QUESTION, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    what = top.add_argument_group("what to run")
+    on = {"action": "store_true", "default": argparse.SUPPRESS}
+    what.add_argument("--tiny", help="the whole experiment in small: a stand-in model, made here, on the CPU", **on)
+    what.add_argument("--selftest", help="check the rules on worked examples (no torch, seconds) and leave", **on)
+    what.add_argument("--arm", action="append", choices=list(ARMS), metavar="ARM", default=argparse.SUPPRESS,
+                      help=f"an arm to run, repeatable: {', '.join(ARMS)} (the first four if none is given)")  # fmt: skip
+    what.add_argument("--seeds", nargs="+", type=int, metavar="SEED", default=[17, 18, 19], help="training seeds")
+    what.add_argument(
+        "--reuse", help="take finished runs from their records; settings not given are the records'", **on
+    )
+    what.add_argument("--out", type=Path, metavar="DIR", default=argparse.SUPPRESS,
+                      help="folder of runs/ and results.json (default: here; out/tiny with --tiny)")  # fmt: skip
+    what.add_argument("--save-every", type=int, metavar="N", default=20, help="steps between checkpoints, 0 for none")
+    what.add_argument(
+        "--price", type=float, metavar="DOLLARS", default=4.0, help="price of the card an hour, for the cost table"
+    )
+    what.add_argument("--trust-remote-code", help="let a downloaded model run code of its own", **on)
+    groups: dict[str, Any] = {}
+    for f in dataclasses.fields(Config):
+        part = f.metadata["part"]
+        group = groups.setdefault(part, top.add_argument_group(part) if part not in groups else groups.get(part))
+        if isinstance(f.default, bool):
+            group.add_argument(
+                flag(f.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=f.metadata["help"]
+            )
+            continue
+        shown = str(f.default) if len(str(f.default)) < 40 else str(f.default)[:30] + "..."
+        group.add_argument(flag(f.name), type=type(f.default), metavar=f.name.rsplit("_", 1)[-1].upper(), default=argparse.SUPPRESS,
+                           help=f"{f.metadata['help']} ({shown})".replace("%", "%%").replace("\n", " "))  # fmt: skip
+    return top
+
+
+def recorded_config(out: Path) -> dict[str, Any]:
+    """The settings of the records in a folder (the untrained pair's if it is there); {} without records."""
+    for path in sorted((out / "runs").glob("*.json.gz"), key=lambda p: p.name != "untrained.json.gz"):
+        with contextlib.suppress(records.RecordError):
+            return records.read_record(path)["config"]
+    return {}
+
+
+def configure(words: argparse.Namespace) -> tuple[Config, Options]:
+    """Settings from, in rising order: the defaults, --tiny's, the records' (with --reuse), the flags given."""
+    given = {name: value for name, value in vars(words).items() if name in {f.name for f in dataclasses.fields(Config)}}
+    tiny, reuse = hasattr(words, "tiny"), hasattr(words, "reuse")
+    out = getattr(words, "out", Path("out/tiny") if tiny else Path("."))
+    settings: dict[str, Any] = {}
+    if tiny:
+        import tiny as stand_in
+
+        settings |= stand_in.TINY
+    if reuse:
+        known = {f.name for f in dataclasses.fields(Config)}
+        settings |= {name: value for name, value in recorded_config(out).items() if name in known}
+    if tiny and not {"model", "data"} <= set(given):
+        paths = stand_in.build_tiny(stand_in.cache_folder(), progress=stand_in.build_bar)
+        settings |= {"model": str(paths.model), "data": str(paths.data), "model_name": stand_in.NAME}
+    options = Options(
+        out=out, arms=tuple(dict.fromkeys(getattr(words, "arm", TABLE_ARMS))), seeds=tuple(dict.fromkeys(words.seeds)),
+        reuse=reuse, save_every=words.save_every, price=words.price,
+        trust_remote_code=hasattr(words, "trust_remote_code"), command=shlex.join(["python", "recipe.py", *sys.argv[1:]]),
+    )  # fmt: skip
+    return Config(**{**settings, **given}), options

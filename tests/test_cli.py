@@ -1,0 +1,200 @@
+"""The command line as a user meets it: what it prints, what it exits with, what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import records
+import recipe
+import runs
+import tiny
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_python(*words: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs)
+
+
+def test_selftest_passes_offline_in_seconds_without_the_heavy_packages() -> None:
+    start = time.monotonic()
+    done = run_python("recipe.py", "--selftest")
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"(\d+) of \1 checks hold$", done.stdout.strip())
+    assert "imported" not in done.stdout  # it lists torch, transformers or trl if they came in
+    assert time.monotonic() - start < 6  # 3 s on an idle machine
+
+
+def test_selftest_fails_when_a_rule_is_broken() -> None:
+    broken = "import recipe, selftest; selftest.raft_advantages = lambda k, d: [0.0] * len(k); raise SystemExit(selftest.main())"
+    done = run_python("-c", broken)
+    assert done.returncode == 1 and "FAIL  raft" in done.stdout
+
+
+def test_help_is_short_grouped_and_imports_nothing_heavy() -> None:
+    spy = "import sys, recipe\ntry: recipe.main(['--help'])\nexcept SystemExit: pass\nprint(sorted({'torch','transformers','trl'} & set(sys.modules)))"
+    done = run_python("-c", spy)
+    assert done.stdout.strip().endswith("[]")
+    assert len(done.stdout.splitlines()) < 140
+    for group in ("what to run:", "model:", "data:", "chat:", "training:", "evaluation:", "machine:"):
+        assert group in done.stdout
+
+
+def test_every_number_of_the_config_is_a_flag_with_a_sentence() -> None:
+    import dataclasses
+
+    words = runs.parser().parse_args(["--steps", "3", "--temperature", "0.5", "--no-checkpointing"])
+    assert (words.steps, words.temperature, words.checkpointing) == (3, 0.5, False)
+    for field in dataclasses.fields(recipe.Config):
+        assert len(field.metadata["help"]) > 10
+        assert any(recipe.flag(field.name) in action.option_strings for action in runs.parser()._actions)
+
+
+@pytest.fixture()
+def flags(stand_in: tiny.TinyPaths, tmp_path: Path) -> list[str]:
+    small = {k: v for k, v in tiny.TINY.items()}
+    small |= {"model": stand_in.model, "data": stand_in.data, "device": "cpu", "steps": 2, "problems": 2,
+              "train_problems": 32, "heldout_problems": 6, "warmup_steps": 1}  # fmt: skip
+    words = [word for name, value in small.items() for word in (recipe.flag(name), str(value))]
+    return [*words, "--out", str(tmp_path / "out")]
+
+
+def trouble(flags: list[str], capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    """The one line of a start that must exit with 2 and write nothing."""
+    out = Path(flags[flags.index("--out") + 1])
+    assert recipe.main([*flags, *more]) == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and len(captured.err.strip().splitlines()) == 1
+    assert not (out / "results.json").exists() and not list(out.glob("runs/*"))
+    return captured.err
+
+
+def data_folder(tmp_path: Path, train: str, test: str) -> str:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(train)
+    (folder / "test.jsonl").write_text(test)
+    return str(folder)
+
+
+GOOD = json.dumps({"question": "Ann has 3 eggs. Ben has 4 eggs. How many eggs have they?", "answer": "3 + 4\n#### 7"}) + "\n"
+
+
+def test_a_data_folder_without_its_files_is_named(flags: list[str], capsys: Any, tmp_path: Path) -> None:
+    assert f"{tmp_path / 'train.jsonl'} is missing" in trouble(flags, capsys, "--data", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{not json\n", "row 2: not a JSON object"),
+        ('{"question": "How many?"}\n', "row 2: the field 'answer' is missing"),
+        ('{"question": 3, "answer": "#### 3"}\n', "row 2: the field 'question' is missing or not a text"),
+        (GOOD.replace("#### 7", "7"), "row 2: no readable gold answer"),
+    ],
+)
+def test_a_malformed_row_is_named(row: str, says: str, flags: list[str], capsys: Any, tmp_path: Path) -> None:
+    message = trouble(flags, capsys, "--data", data_folder(tmp_path, GOOD + row, GOOD))
+    assert "train.jsonl" in message and says in message
+
+
+def test_too_few_problems_says_how_many_and_what_to_lower(flags: list[str], capsys: Any, tmp_path: Path) -> None:
+    message = trouble(flags, capsys, "--data", data_folder(tmp_path, GOOD * 5, GOOD))
+    assert "5 train problems are left after the split, 32 are wanted: lower --train-problems to 5" in message
+
+
+def test_a_folder_that_is_no_model_is_named(flags: list[str], capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert f"--model {tmp_path / 'empty'} could not be loaded" in trouble(flags, capsys, "--model", str(tmp_path / "empty"))
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(flags: list[str], capsys: Any, tmp_path: Path, loaded: Any) -> None:
+    model, tokenizer, _ = loaded
+    tokenizer.chat_template = None
+    model.save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    assert "has no chat template" in trouble(flags, capsys, "--model", str(tmp_path / "plain"))
+
+
+def test_an_unknown_arm_is_refused_with_the_known_ones(flags: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        recipe.main([*flags, "--arm", "ppo"])
+    assert stop.value.code == 2 and "'grpo', 'ada', 'raft', 'mixed'" in capsys.readouterr().err.replace('"', "'")
+
+
+@pytest.mark.parametrize(("name", "value"), [("--group", "3"), ("--steps", "0"), ("--temperature", "-1"), ("--problems", "99")])
+def test_numbers_that_do_not_fit_are_refused_by_name(name: str, value: str, flags: list[str], capsys: Any) -> None:
+    assert name in trouble(flags, capsys, name, value)
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(flags: list[str], capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    flags[flags.index("--out") + 1] = str(tmp_path / "file" / "out")
+    assert f"--out {tmp_path / 'file' / 'out'} cannot be written" in trouble(flags, capsys)
+
+
+def test_without_a_gpu_it_says_what_to_do(flags: list[str], capsys: Any) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    assert "no GPU here: use --tiny" in trouble(flags, capsys, "--device", "auto")
+
+
+def test_two_starts_on_one_folder_the_second_says_who_holds_it(flags: list[str], capsys: Any) -> None:
+    out = Path(flags[flags.index("--out") + 1])
+    with records.only_one(out):
+        assert "is in use by process" in trouble(flags, capsys)
+
+
+def test_one_small_arm_from_start_to_table_then_reused_without_torch(flags: list[str], capsys: Any, tmp_path: Path) -> None:
+    """The whole way, and again with --reuse: the same results.json, in a process in which torch cannot be imported."""
+    words = [*flags, "--arm", "raft", "--seeds", "17"]
+    assert recipe.main(words) == 0
+    out = Path(flags[flags.index("--out") + 1])
+    shown = capsys.readouterr().out
+    assert "raft seed 17: trained pair" in shown and "n = " in shown
+    first = json.loads((out / "results.json").read_text())
+    assert not (out / "checkpoints" / "raft-s17").exists() and not list(out.glob("**/*.tmp"))
+    spy = "import sys; sys.modules['torch'] = None; import recipe; sys.exit(recipe.main(sys.argv[1:]))"
+    done = run_python("-c", spy, *words, "--reuse")
+    assert done.returncode == 0, done.stderr
+    assert "reused: raft seed 17, untrained" in done.stdout
+    again = json.loads((out / "results.json").read_text())
+    for results in (first, again):
+        for volatile in ("command", "date", "reused"):
+            results["header"].pop(volatile, None)
+        results["checks"] = [c for c in results["checks"] if "reused" not in c["check"]]
+    assert again == first
+
+
+def test_a_changed_setting_makes_a_record_stale_and_says_which(flags: list[str], capsys: Any) -> None:
+    words = [*flags, "--arm", "raft", "--seeds", "17"]
+    assert recipe.main(words) == 0
+    capsys.readouterr()
+    assert recipe.main([*words, "--reuse", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "raft seed 17: its training differ; the old record is" in shown
+    out = Path(flags[flags.index("--out") + 1])
+    assert (out / "runs" / "old" / "raft-s17.1.json.gz").is_file()
+    assert records.read_record(out / "runs" / "raft-s17.json.gz")["config"]["steps"] == 1
+
+
+def test_a_record_cut_short_is_named_and_made_again(flags: list[str], capsys: Any) -> None:
+    words = [*flags, "--arm", "raft", "--seeds", "17"]
+    assert recipe.main(words) == 0
+    record = Path(flags[flags.index("--out") + 1]) / "runs" / "raft-s17.json.gz"
+    whole = record.read_bytes()
+    record.write_bytes(whole[: len(whole) // 2])
+    capsys.readouterr()
+    assert recipe.main([*words, "--reuse"]) == 0
+    shown = capsys.readouterr().out
+    assert f"left aside: {record}: not a whole record" in shown and "raft seed 17: trained pair" in shown

@@ -1,10 +1,9 @@
-"""Split a word problem into the question both copies read and the facts that only one of them reads."""
+"""Read a word problem: its sentences, which of them ask, which are notes to the question, and its numbers."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
 from fractions import Fraction
 
 from grading import number_words_to_digits
@@ -23,17 +22,16 @@ def _words(text: str) -> frozenset[str]:
 
 _NEVER_END = _words("Mr mr Mrs mrs Ms Mx Dr dr Prof Rev Sgt Capt Lt Col Gen Gov Sen Hon vs e.g i.e approx")
 # These end a sentence unless the next word is lower case: "3 lbs. of coffee", "at 8 a.m. Paul arrived".
-_UNITS = _words(
-    "a.m p.m ph.d lb lbs oz ft sq in yd yds mi hr hrs min mins sec secs pt pts qt gal tsp tbsp wt avg etc"
-)
+_UNITS = _words("a.m p.m ph.d lb lbs oz ft sq in yd yds mi hr hrs min mins sec secs pt pts qt gal tsp tbsp wt avg etc")
 # These end a sentence only before a word that opens one: "St. Louis", but "on Main St. She ...".
 _NAME_PARTS = _words("st mt jr sr inc co corp ltd ave blvd rd")
 _OPENERS = _words(
-    "a after all altogether an and another are as assuming at because before between both but by calculate "
-    "can compute determine did do does during each every finally find first for from given half has her his how "
-    "however i if in is it its last later many most my next no now of on once one only other others our she "
-    "he since so some that the their then there these they this those three to today together tomorrow two "
-    "unfortunately we what when where which while who whose why will with yesterday you your"
+    "a after all altogether an and another are as assuming at because before between both but by "
+    "calculate can compute determine did do does during each every finally find first for from given half "
+    "has her his how however i if in is it its last later many most my next no now of on once one only "
+    "other others our she he since so some that the their then there these they this those three to today "
+    "together tomorrow two unfortunately we what when where which while who whose why will with yesterday "
+    "you your"
 )
 # Nouns that a single letter labels: "Team B. Mary ..." ends a sentence, "John B. Smith" does not.
 _LABELS = _words(
@@ -54,31 +52,12 @@ _DEMANDS = re.compile(
     r"|\bhow (?:many|much|long|far|old|often|tall)\b",
     re.IGNORECASE,
 )
-# An instruction or a bracketed remark after the question is part of the question.
-_NOTE = re.compile(
+# What begins like this after the question, an instruction or a bracketed remark, is part of the question.
+NOTE = re.compile(
     r"\(|(?:please |also,? )?(?:answer|assume|consider|express|give|hint|ignore|note|recall|remember|round"
     r"|use|write|your answer)\b",
     re.IGNORECASE,
 )
-
-
-class Unsplittable(ValueError):
-    """The problem cannot be shared; `reason` is no_question, too_few_facts or half_without_quantity."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class Split:
-    """Who reads what. The facts alternate: A has the 1st, 3rd, 5th ..., B the 2nd, 4th ...."""
-
-    question: str  # the question's sentences and the notes after it, read by both
-    facts_a: tuple[str, ...]
-    facts_b: tuple[str, ...]
-    question_has_facts: bool  # it names a quantity ("If 3 leave, how many ...?"), which both then know
-    question_at: tuple[int, ...]  # the places of its sentences in sentences(text), to rebuild the order
 
 
 def sentences(text: str) -> list[str]:
@@ -93,9 +72,7 @@ def sentences(text: str) -> list[str]:
         newline = match[0][0].isspace()
         if not newline and end < len(text) and not text[end].isspace():
             continue
-        if newline or _ends_sentence(
-            text[max(start, end - 80) : end].strip(), text[end : end + 40], match[0]
-        ):
+        if newline or _ends_sentence(text[max(start, end - 80) : end].strip(), text[end : end + 40], match[0]):
             parts.append(text[start:end].strip())
             start = end
     parts.append(text[start:].strip())
@@ -150,30 +127,8 @@ def _is_initial(words: list[str], after: str) -> bool:
     return before[0].isupper() or before in {"by", "and", "with", "for", "to", "from"}
 
 
-def split_facts(text: str) -> Split:
-    """Share a problem between two copies, or raise Unsplittable.
-
-    Every sentence with a question mark is the question; without one, the last that demands an answer
-    ("Calculate ..."). Instructions and bracketed remarks after it go with it ("(There are 128 ounces to a
-    gallon.)"); all else is a fact, also when it comes after the question.
-    """
-    parts = sentences(text)
-    asking = _question_places(parts)
-    notes = [i for i in range(asking[-1] + 1, len(parts)) if _NOTE.match(parts[i])] if asking else []
-    question_at = tuple(asking + notes)
-    facts = [part for i, part in enumerate(parts) if i not in set(question_at)]
-    if not asking:
-        raise Unsplittable("no_question")
-    if len(facts) < 2:
-        raise Unsplittable("too_few_facts")
-    facts_a, facts_b = tuple(facts[0::2]), tuple(facts[1::2])
-    if not all(any(map(has_quantity, half)) for half in (facts_a, facts_b)):
-        raise Unsplittable("half_without_quantity")
-    question = " ".join(parts[i] for i in question_at)
-    return Split(question, facts_a, facts_b, has_quantity(question), question_at)
-
-
-def _question_places(parts: list[str]) -> list[int]:
+def question_places(parts: list[str]) -> list[int]:
+    """The places of the sentences that ask: those with a question mark, or else the last that demands an answer."""
     marked = [i for i, part in enumerate(parts) if part.rstrip("\"”’')]»\u200b.! ").endswith("?")]
     # Beside a real question, a statement that ends in "?" is a fact; so is one that quotes a question.
     real = [i for i in marked if _ASKS.search(_QUOTED.sub("", parts[i]))]
@@ -183,9 +138,7 @@ def _question_places(parts: list[str]) -> list[int]:
 
 
 _MULTIPLES = {"once": 1, "twice": 2, "couple": 2, "thrice": 3}
-_MULTIPLES |= {
-    verb + ending: n for verb, n in (("doubl", 2), ("tripl", 3)) for ending in ("e", "es", "ed", "ing")
-}
+_MULTIPLES |= {verb + ending: n for verb, n in (("doubl", 2), ("tripl", 3)) for ending in ("e", "es", "ed", "ing")}
 _PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
 _PARTS |= {"eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100}
 _PART = "|".join(_PARTS)
@@ -194,9 +147,7 @@ _PRONOUNS = re.compile(
     r"\b(?:the|this|that|each|every|other|another|no|any|some|new|old|which|last|first|\w+er|\w+est) one\b"
     r"|\bone (?:another|day)\b|\bonce (?!(?:an?|per|each|every|in|and|more)\b)"
 )
-_NUMBER = re.compile(
-    r"(?<![a-z0-9.])(?:([0-9]+) (?=[0-9]+/[1-9]))?([0-9]*\.?[0-9]+)(?:/([0-9]{1,9})(?![0-9/]))?"
-)
+_NUMBER = re.compile(r"(?<![a-z0-9.])(?:([0-9]+) (?=[0-9]+/[1-9]))?([0-9]*\.?[0-9]+)(?:/([0-9]{1,9})(?![0-9/]))?")
 
 
 def has_quantity(text: str) -> bool:
@@ -234,12 +185,10 @@ def _words_to_digits(text: str) -> str:
     """Write number words as digits; a "w" marks those that were words."""
     text = number_words_to_digits(_PRONOUNS.sub(" ", text))
     text = re.sub(r"[a-z]+", lambda m: f"{_MULTIPLES[m[0]]}w" if m[0] in _MULTIPLES else m[0], text)
-    # "two and a half" becomes 2 1/2; "two thirds", "one-third" and "a third of" become 2/3 and 1/3. Quarters are
-    # coins as well: a number before them is joined only in "three quarters of".
+    # "two and a half" becomes 2 1/2; "two thirds", "one-third" and "a third of" become 2/3 and 1/3. Quarters
+    # are coins as well: a number before them is joined only in "three quarters of".
     text = re.sub(rf"\b([0-9]+)w? and (?:a|1w)[ -]({_PART})\b", lambda m: f"{m[1]} 1/{_PARTS[m[2]]}", text)
-    text = re.sub(
-        rf"\b(?:an?|1w) ({_PART})\b(?= (?:of|as|the|more|less)|[.,])", lambda m: f"1/{_PARTS[m[1]]}", text
-    )
+    text = re.sub(rf"\b(?:an?|1w) ({_PART})\b(?= (?:of|as|the|more|less)|[.,])", lambda m: f"1/{_PARTS[m[1]]}", text)
     parts = rf"\b(?:([0-9])w?[ -](?!quarters(?! of))({_PART})s|1w-({_PART}))\b"
     text = re.sub(parts, lambda m: f"{m[1] or 1}/{_PARTS[m[2] or m[3]]}", text)
     text = re.sub(r"\bhalf an? ([0-9]{1,12})w\b", lambda m: f"{int(m[1]) / 2}w", text)

@@ -16,6 +16,7 @@ import hashlib
 import http.client
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -28,7 +29,7 @@ from facts import numbers_in
 
 if TYPE_CHECKING:  # matplotlib and whileai are imported where they are used: a refused file costs no second
     from matplotlib.axes import Axes
-    from whileai.platform import Run, Tracked
+    from whileai.platform import Tracked
 
 Json = dict[str, Any]
 
@@ -61,7 +62,12 @@ LOOKS = {
     "mixed": ("#cc79a7", "D"), "ada_mixed": ("#e69f00", "v"), "grpo12": ("#56b4e9", "P"),
 }  # fmt: skip
 GLYPHS = {"X": "✖", "o": "●", "^": "▲", "s": "■", "D": "◆", "v": "▼", "P": "✚"}
-PHASES = {"play": ("#0072b2", ""), "update": ("#e69f00", "///"), "evaluate": ("#009e73", "\\\\\\"), "rest": ("#6b7683", "")}
+PHASES = {
+    "play": ("#0072b2", ""),
+    "update": ("#e69f00", "///"),
+    "evaluate": ("#009e73", "\\\\\\"),
+    "rest": ("#6b7683", ""),
+}
 CURVES = {
     "reward": ("Team reward", "share of the two answers right, in training chats"),
     "flat": ("Flat groups", "share of problems whose chats all scored the same"),
@@ -97,7 +103,7 @@ def num(value: float | None, digits: int = 2, sign: bool = False) -> str:
     """A number as it is printed; a dash where there was nothing to measure."""
     if value is None:
         return "–"
-    return f"{value:{'+' if sign else ''},.{digits}f}".replace("-", "−")
+    return f"{round(value, digits) + 0.0:{'+' if sign else ''},.{digits}f}".replace("-", "−")  # + 0.0: no "-0.00"
 
 
 def interval(low: float | None, high: float | None, digits: int = 3, sign: bool = False) -> str:
@@ -163,25 +169,32 @@ def answer(results: Json) -> tuple[str, str]:
               if arm in rows and arm != best]  # fmt: skip
     first = f"{name_of(best)} has the highest mean: two copies trained with it get {score_words(trained[best], 2)} of the held-out answers right"
     first += f", against {listed(others)}." if others else "."
-    matched = {arm: both["trained_pair"]["matched"] for arm, both in results["deltas"].items() if both.get("trained_pair")}
+    matched = {
+        arm: both["trained_pair"]["matched"] for arm, both in results["deltas"].items() if both.get("trained_pair")
+    }
     matched = {arm: m for arm, m in matched.items() if m and m["value"] is not None}
     if not matched:
         return first, "No other rule has been compared with GRPO on the same seeds, so which is best is open."
     told = [arm for arm, m in matched.items() if m["low"] is not None and (m["low"] > 0 or m["high"] < 0)]
-    rest = [arm for arm in matched if arm not in told]
+    words = {arm: matched_words(arm, m, 2) for arm, m in matched.items()}
     if told:
-        second = f"Seed by seed, {listed([matched_words(a, matched[a], 2) for a in told])} can be told apart from GRPO"
-        second += f"; {listed([matched_words(a, matched[a], 2) for a in rest])} cannot." if rest else "."
-        return first, second
-    reason = "each interval includes zero" if all(m["low"] is not None for m in matched.values()) else "one seed gives no interval"
-    return first, (f"None of the differences from GRPO is resolved ({listed([matched_words(a, matched[a], 2) for a in matched])}, "
-                   f"seed by seed: {reason}), so which rule is best is open.")  # fmt: skip
+        second = (
+            f"Over matched seeds, {listed([words[arm] for arm in told])} can be told apart from GRPO (95% intervals)"
+        )
+        rest = [words[arm] for arm in matched if arm not in told]
+        return first, f"{second}; {listed(rest)} cannot." if rest else f"{second}."
+    whole = all(m["low"] is not None for m in matched.values())
+    why = "each 95% interval includes zero" if whole else "one seed gives no interval over seeds"
+    return (
+        first,
+        f"Which rule is best stays open: over matched seeds the differences from GRPO are {listed(list(words.values()))}, and {why}.",
+    )
 
 
 def partial_words(results: Json) -> str:
     """One line on what is missing; empty if nothing is."""
     missing = [*results["header"]["partial"], *results["header"]["failed"]]
-    return f"Partial results: {'; '.join(one_line(m) for m in missing)}." if missing else ""
+    return f"Partial results: {one_line('; '.join(map(str, missing)), 1000)}." if missing else ""
 
 
 # ---------------------------------------------------------------------------------------------- charts
@@ -212,10 +225,17 @@ def draw_scores(ax: Axes, results: Json) -> None:
             right = max(right, *row["score"], beside or 0)
     ax.set(ylim=(len(arms) - 0.4, -0.6), xlim=(0, right * 1.04), xlabel="share of held-out answers right")
     ax.set_yticks(range(len(arms)), [name_of(arm) for arm in arms])
-    keys = [("o", MUTED, 7, "with itself"), ("o", PAPER, 7, "with an untrained partner"), (".", MUTED, 6, "one seed"), ("|", PAPER, 11, "published")]
+    keys = [
+        ("o", MUTED, 7, "with itself"),
+        ("o", PAPER, 7, "with an untrained partner"),
+        (".", MUTED, 6, "one seed"),
+        ("|", PAPER, 11, "published"),
+    ]
     for marker, face, size, label in keys:
         ax.plot([], [], marker, mfc=face, mec=MUTED, mew=1.5 if marker != "." else 0, ms=size, label=label)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.36, -0.13), ncols=2, frameon=False, handletextpad=0.2, columnspacing=1.2)
+    ax.legend(
+        loc="upper center", bbox_to_anchor=(0.36, -0.13), ncols=2, frameon=False, handletextpad=0.2, columnspacing=1.2
+    )
     ax.grid(axis="x", color=GRID, lw=0.8)
 
 
@@ -243,7 +263,9 @@ def draw_curve(measure: str) -> Callable[[Axes, Json], None]:
                 continue
             color, marker = LOOKS.get(arm, (INK, "o"))
             if len(values[0]) > 1:
-                ax.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.13, lw=0)
+                ax.fill_between(
+                    steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.13, lw=0
+                )
             ax.plot(steps, [sum(v) / len(v) for v in values], color=color, lw=1.8, marker=marker, ms=5,
                     markevery=max(1, len(steps) // 6), label=name_of(arm))  # fmt: skip
         ax.set_ylim(0, min(1.02, 1.1 * (ax.dataLim.y1 if ax.lines else 1)))
@@ -252,7 +274,14 @@ def draw_curve(measure: str) -> Callable[[Axes, Json], None]:
         ax.tick_params(axis="y", labelcolor=MUTED)
         ax.grid(axis="y", color=GRID, lw=0.8)
         if ax.lines:
-            ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False, handlelength=1.6, columnspacing=1.2)
+            ax.legend(
+                loc="lower center",
+                bbox_to_anchor=(0.5, 1.0),
+                ncols=2,
+                frameon=False,
+                handlelength=1.6,
+                columnspacing=1.2,
+            )
 
     return draw
 
@@ -270,13 +299,36 @@ def draw_cost(ax: Axes, results: Json) -> None:
     start = [0.0] * len(arms)
     for phase, (color, hatch) in PHASES.items():
         width = [phases_of(results["cost"]["minutes"][arm])[phase] for arm in arms]
-        ax.barh(range(len(arms)), width, left=start, color=color, hatch=hatch, edgecolor=PAPER, lw=0.6, height=0.56, label=phase)
+        ax.barh(
+            range(len(arms)),
+            width,
+            left=start,
+            color=color,
+            hatch=hatch,
+            edgecolor=PAPER,
+            lw=0.6,
+            height=0.56,
+            label=phase,
+        )
         start = [a + b for a, b in zip(start, width, strict=True)]
     for y, total in enumerate(totals):
-        ax.annotate(num(total, 0 if total >= 10 else 1), (total, y), xytext=(5, 0), textcoords="offset points", va="center", color=INK)
-    ax.set(ylim=(len(arms) - 0.4, -0.6), xlim=(0, (max(totals, default=0) or 1) * 1.14), xlabel=f"{results['cost']['unit']}, all seeds")
+        ax.annotate(
+            num(total, 0 if total >= 10 else 1),
+            (total, y),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+        )
+    ax.set(
+        ylim=(len(arms) - 0.4, -0.6),
+        xlim=(0, (max(totals, default=0) or 1) * 1.14),
+        xlabel=f"{results['cost']['unit']}, all seeds",
+    )
     ax.set_yticks(range(len(arms)), [name_of(arm) for arm in arms])
-    ax.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, frameon=False, handlelength=1.2, columnspacing=1.2)
+    ax.legend(
+        loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, frameon=False, handlelength=1.2, columnspacing=1.2
+    )
     ax.grid(axis="x", color=GRID, lw=0.8)
 
 
@@ -330,7 +382,13 @@ def inline(svg: str, alt: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # the same ids in each chart of a page
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
-    names = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", **{color: f"c-{arm}" for arm, (color, _) in LOOKS.items()}}
+    names = {
+        INK: "ink",
+        MUTED: "muted",
+        GRID: "grid",
+        PAPER: "paper",
+        **{color: f"c-{arm}" for arm, (color, _) in LOOKS.items()},
+    }
     for color, variable in names.items():
         svg = svg.replace(color, f"var(--{variable})")
     box = re.search(r'viewBox="[^"]*"', svg)
@@ -342,7 +400,10 @@ def make_charts(results: Json) -> dict[str, Json]:
     """Every chart, by file name: SVG, PNG, what to say above it and in its place."""
     rows = len(arms_of(results))
     plan = {"scores": (draw_scores, "Held-out score", scores_alt(results), 1.5 + 0.62 * rows)}
-    plan |= {f"curve-{m.replace('_', '-')}": (draw_curve(m), title, curve_alt(results, m), 3.3) for m, (title, _) in CURVES.items()}
+    plan |= {
+        f"curve-{m.replace('_', '-')}": (draw_curve(m), title, curve_alt(results, m), 3.3)
+        for m, (title, _) in CURVES.items()
+    }
     plan["cost"] = (draw_cost, "Cost", cost_alt(results), 1.1 + 0.42 * rows)
     charts = {}
     for name, (draw, title, alt, height) in plan.items():
@@ -390,7 +451,9 @@ def chat_of(chat: Json) -> Json:
 
 def context(results: Json, charts: dict[str, Json]) -> Json:
     """What the template reads: results.json itself, and what is worked out from it here."""
-    first, second = (re.sub(r"\[[^\]]*\]", lambda m: m[0].replace(" ", "\u00a0"), s) for s in answer(results))  # no break in an interval
+    first, second = (
+        re.sub(r"\[[^\]]*\]", lambda m: m[0].replace(" ", "\u00a0"), s) for s in answer(results)
+    )  # no break in an interval
     published = {row["arm"]: row for row in results["published"]["rows"]}
     rows = [{"arm": arm, "row": results["arms"][arm], "partner": row_of(results, arm, PARTNERS[1]) if arm != "untrained" else None,
              "published": published.get(arm), "deltas": results["deltas"].get(arm, {})} for arm in arms_of(results)]  # fmt: skip
@@ -426,31 +489,58 @@ def render_markdown(results: Json, charts: dict[str, Json]) -> str:
     import report
 
     head, tables = results["header"], report.readme_tables(results)
-    parts = [f"# {one_line(head['question'])}", f"**{partial_words(results)}**" if partial_words(results) else "", " ".join(answer(results))]
+    parts = [
+        f"# {one_line(head['question'])}",
+        f"**{partial_words(results)}**" if partial_words(results) else "",
+        " ".join(answer(results)),
+    ]
     for chart, table, title in (("scores", "result", "Result"), (None, "deltas", "Against GRPO"), (None, "published", "Published"),
                                 ("cost", "cost", "Cost"), (None, "checks", "Checks")):  # fmt: skip
         parts += [f"## {title}", f"![{charts[chart]['alt']}](charts/{chart}.svg)" if chart else "", tables[table]]
-    parts += ["## Training curves", *(f"![{c['alt']}](charts/{name}.svg)" for name, c in charts.items() if name.startswith("curve-"))]
-    parts += ["## Reliability", one_line(results["reliability"]["words"], 2000), "## Example chats", one_line(results["chats"]["rule"], 2000)]
+    parts += [
+        "## Training curves",
+        *(f"![{c['alt']}](charts/{name}.svg)" for name, c in charts.items() if name.startswith("curve-")),
+    ]
+    parts += [
+        "## Reliability",
+        one_line(results["reliability"]["words"], 2000),
+        "## Example chats",
+        one_line(results["chats"]["rule"], 2000),
+    ]
     for arm, chats in results["chats"]["arms"].items():
         for chat in chats:
-            parts += [f"### {name_of(arm)}, seed {chat['seed']}, {one_line(chat['problem'], 40)}: team reward {chat['reward']}"]
-            parts += [fenced("\n".join([f"question: {chat['question']}", *(f"{'AB'[c]} knows: {f}" for c in (0, 1) for f in chat["facts"][c])]))]
+            parts += [
+                f"### {name_of(arm)}, seed {chat['seed']}, {one_line(chat['problem'], 40)}: team reward {chat['reward']}"
+            ]
+            parts += [
+                fenced(
+                    "\n".join(
+                        [
+                            f"question: {chat['question']}",
+                            *(f"{'AB'[c]} knows: {f}" for c in (0, 1) for f in chat["facts"][c]),
+                        ]
+                    )
+                )
+            ]
             parts += [f"{'AB'[i % 2]}\n\n{fenced(turn['text'])}" for i, turn in enumerate(chat["turns"])]
     parts += ["## Run it again", fenced(f"{head['command']}\npython post.py")]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_card(results: Json, out: Path) -> list[Path]:
-    """Write the card's files. File names are fixed: none is made of what was read."""
+def card_files(results: Json) -> dict[str, bytes]:
+    """The card's files by name. The names are fixed: none is made of what was read."""
     charts = make_charts(results)
-    files = {"card.html": render_html(results, charts).encode(), "card.md": render_markdown(results, charts).encode()}
-    for name, chart in charts.items():
-        files |= {f"charts/{name}.svg": chart["svg"].encode(), f"charts/{name}.png": chart["png"]}
+    files = {"card.html": render_html(results, charts), "card.md": render_markdown(results, charts)}
+    pictures = {f"charts/{name}.{kind}": chart[kind] for name, chart in charts.items() for kind in ("svg", "png")}
+    return {
+        name: content.encode() if isinstance(content, str) else content for name, content in (files | pictures).items()
+    }
+
+
+def write_card(files: dict[str, bytes], out: Path) -> None:
     (out / "charts").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (out / name).write_bytes(content)
-    return [out / name for name in files]
 
 
 # ---------------------------------------------------------------------------------------------- platform
@@ -464,12 +554,19 @@ def digest_of(results: Json) -> str:
 
 def experiment_words(results: Json) -> dict[str, str]:
     """The experiment block, its numbers from the configuration that ran."""
-    config, data, arms = results["header"]["config"], results["header"]["data"], [a for a in arms_of(results) if a != "untrained"]
+    config, data, arms = (
+        results["header"]["config"],
+        results["header"]["data"],
+        [a for a in arms_of(results) if a != "untrained"],
+    )
     seeds = listed([str(s) for s in results["header"]["seeds"]])
     partial, words = partial_words(results), {"question": one_line(results["header"]["question"], 1000)}
     words["hypothesis"] = ("A group whose chats all scored the same gives GRPO no gradient. Playing those problems again and training "
                            "on a balanced group of the same size should recover that signal and beat GRPO, RAFT and mixed partners.")  # fmt: skip
-    rules = "\n".join(f"- {name_of(a)}: {CHANGES.get(a, '')} Advantage: {one_line(results['arms'][a]['formula'] or '–')}" for a in arms)
+    rules = "\n".join(
+        f"- {name_of(a)}: {CHANGES.get(a, '')} Advantage: {one_line(results['arms'][a]['formula'] or '–')}"
+        for a in arms
+    )
     words["method"] = (f"Two copies of {one_line(results['header']['model']['id'])} each hold half of the facts of a problem and talk: A, B, A, B. "
                        f"{config['steps']} steps of {config['problems']} problems x {config['group']} chats, training seeds {seeds}. "
                        f"Only the credit changes:\n{rules}")  # fmt: skip
@@ -477,131 +574,188 @@ def experiment_words(results: Json) -> dict[str, str]:
                         f"{config['eval_chats']} chats each; once with itself, once with the untrained model as partner.")  # fmt: skip
     words["decide"] = ("A rule replaces GRPO if its difference, paired by seed and problem, has an interval that excludes zero and lies "
                        "outside the noise of repeated evaluations; else the question stays open.")  # fmt: skip
-    words["notes"] = "\n\n".join(part for part in (partial, " ".join(answer(results)), one_line(results["reliability"]["words"], 1000)) if part)
+    words["notes"] = "\n\n".join(
+        part for part in (partial, " ".join(answer(results)), one_line(results["reliability"]["words"], 1000)) if part
+    )
     return words
 
 
 def note_words(results: Json, arm: str) -> str:
     """A run's note: changed, moved, why, learned, reproduce."""
-    head, row, delta = results["header"], results["arms"][arm], results["deltas"].get(arm, {})
-    moved = [f"held-out score {score_words(row)}; with an untrained partner {score_words(row_of(results, arm, PARTNERS[1]))}"]
-    for partner in PARTNERS:
-        if both := delta.get(partner):
-            compare, matched = both["compare"], both["matched"]
-            moved += [f"{partner.replace('_', ' ')}: wai.compare says {one_line(compare['word'])} (seed {compare['seed_after']}: "
-                      f"{num(compare['delta'], 3, True)} {interval(compare['low'], compare['high'], 3, True)}); "
-                      f"over matched seeds {matched_words(arm, matched)}"]  # fmt: skip
-    talk, training = row["talk"], row["training"]
-    why = [f"sends own facts {num(mean_of(talk['sends_own']))}, uses the partner's {num(mean_of(talk['uses_partners']))}"]
+    head, row, deltas = results["header"], results["arms"][arm], results["deltas"].get(arm, {})
+    other, talk, training = row_of(results, arm, PARTNERS[1]), row["talk"], row["training"]
+    moved = [f"held-out score {score_words(row)}; with an untrained partner {score_words(other)}"]
+    for partner, both in deltas.items():
+        c, over_seeds = both["compare"], matched_words(arm, both["matched"])
+        one_seed = f"{num(c['delta'], 3, True)} {interval(c['low'], c['high'], 3, True)}"
+        moved.append(f"{partner.replace('_', ' ')} against GRPO: wai.compare says {one_line(c['word'])}")
+        moved[-1] += f" (seed {c['seed_after']}: {one_seed}); over matched seeds {over_seeds}"
+    why = f"sends own facts {num(mean_of(talk['sends_own']))}, uses the partner's {num(mean_of(talk['uses_partners']))}"
     if training:
-        why += [f"flat groups {num(mean_of(training['flat_early']))} early, {num(mean_of(training['flat_late']))} late",
-                f"chats drawn {num(mean_of(training['drawn']), 0)} and kept {num(mean_of(training['kept']), 0)} a seed"]  # fmt: skip
-    seeds, unit = ", ".join(f"{s}: {num(v, 3)}" for s, v in zip(row["seeds"], row["score"], strict=True)), one_line(row["unit"])
-    learned = [f"by {unit} {seeds}", *(one_line(both["flag"]) for both in delta.values() if both and both["flag"])]
-    arm_flag = "" if arm == "untrained" else f" --arm {arm}"
-    tree = {True: "", False: ", with changes not committed", None: ""}[head["clean"]]
-    sections = {"Changed": CHANGES.get(arm, one_line(row["formula"])), "Moved": "; ".join(moved), "Why": "; ".join(why) + " (measured, not proof)",
-                "Learned": "; ".join(learned), "Reproduce": f"`python recipe.py{arm_flag}` at commit {head['commit'] or 'unknown'}{tree}; "
-                f"this table: `{one_line(head['command']).replace('`', '')}`"}  # fmt: skip
-    body = "\n\n".join(f"**{title}.** {text}" for title, text in sections.items())
-    return f"**{partial_words(results)}**\n\n{body}" if partial_words(results) else body
+        flat, chats = (training["flat_early"], training["flat_late"]), (training["drawn"], training["kept"])
+        why += f"; flat groups {num(mean_of(flat[0]))} early, {num(mean_of(flat[1]))} late"
+        why += f"; chats a seed: {num(mean_of(chats[0]), 0)} drawn, {num(mean_of(chats[1]), 0)} kept"
+    each = ", ".join(f"{seed}: {num(score, 3)}" for seed, score in zip(row["seeds"], row["score"], strict=True))
+    flags = [one_line(both["flag"]) for both in deltas.values() if both["flag"]]
+    tree = " with changes not committed" if head["clean"] is False else ""
+    command = "python recipe.py" + ("" if arm == "untrained" else f" --arm {arm}")
+    sections = {
+        "Changed": CHANGES.get(arm, one_line(row["formula"])),
+        "Moved": "; ".join(moved) + ".",
+        "Why": why + ". These were measured beside the score; they do not prove the cause.",
+        "Learned": "; ".join([f"by {one_line(row['unit'])} {each}", *flags]) + ".",
+        "Reproduce": f"`{command}` at commit {one_line(head['commit'] or 'unknown')}{tree}. "
+        f"The whole table: `{one_line(head['command']).replace('`', '')}`",
+    }
+    parts = [f"**{partial}**"] if (partial := partial_words(results)) else []
+    return "\n\n".join([*parts, *(f"**{title}.** {text}" for title, text in sections.items())])[:8000]
 
 
 def plotly_scores(results: Json) -> Json:
     """The chart of both partners, as the platform draws it."""
     traces = []
     for partner, label in zip(PARTNERS, ("with itself", "with an untrained partner"), strict=True):
-        arms = [arm for arm in arms_of(results) if (row := row_of(results, arm, partner)) and row["mean"]["value"] is not None]
-        rows, color = [row_of(results, arm, partner) or {} for arm in arms], LOOKS["grpo" if partner == PARTNERS[0] else "ada"][0]
+        arms = [
+            arm
+            for arm in arms_of(results)
+            if (row := row_of(results, arm, partner)) and row["mean"]["value"] is not None
+        ]
+        rows, color = (
+            [row_of(results, arm, partner) or {} for arm in arms],
+            LOOKS["grpo" if partner == PARTNERS[0] else "ada"][0],
+        )
         values = [row["mean"]["value"] for row in rows]
         up = [max(0, (spread(row)[1] or v) - v) for row, v in zip(rows, values, strict=True)]
-        down = [max(0, v - (v if (low := spread(row)[0]) is None else low)) for row, v in zip(rows, values, strict=True)]
+        down = [
+            max(0, v - (v if (low := spread(row)[0]) is None else low)) for row, v in zip(rows, values, strict=True)
+        ]
         traces += [{"type": "bar", "name": label, "x": [name_of(a) for a in arms], "y": values, "marker": {"color": color},
                     "error_y": {"type": "data", "symmetric": False, "array": up, "arrayminus": down}},
                    {"type": "scatter", "mode": "markers", "name": f"{label}, a seed", "marker": {"color": color, "size": 7, "symbol": "circle-open"},
                     "x": [name_of(a) for a, row in zip(arms, rows, strict=True) for _ in row["score"]],
                     "y": [s for row in rows for s in row["score"]]}]  # fmt: skip
-    return {"data": traces, "layout": {"barmode": "group", "yaxis": {"title": {"text": "share of held-out answers right"}, "rangemode": "tozero"}}}
+    return {
+        "data": traces,
+        "layout": {
+            "barmode": "group",
+            "yaxis": {"title": {"text": "share of held-out answers right"}, "rangemode": "tozero"},
+        },
+    }
 
 
 def record_of(results: Json, arm: str) -> Json:
     """The run's record: data, optimizer, evaluation, provenance. Its pin `results` is the mark of completion."""
-    head, noise, row = results["header"], results["noise"] or {}, results["arms"][arm]
+    head, noise, seeds = results["header"], results["noise"] or {}, results["arms"][arm]["seeds"]
     config, data = head["config"], head["data"]
-    optimizer = None if arm == "untrained" else {
-        "loss_type": "dapo", "lr": config["learning_rate"], "beta": 0.0, "num_generations": config["group"],
-        "prompts_per_step": config["problems"], "max_completion_tokens": config["last_message_tokens"],
-        "temperature": config["temperature"], "lora_rank": config["lora_rank"], "seed": row["seeds"][0], "seeds": row["seeds"]}  # fmt: skip
-    return {"data": {"train": f"{one_line(data['id'])} train", "n_train": data["train_used"], "holdout": f"{one_line(data['id'])} test",
-                     "holdout_hash": data["fingerprint"], "n_holdout": data["heldout_used"], "decontaminated_dropped": data["decontaminate_dropped"]},
-            "optimizer": optimizer,
-            "eval": {"metric": "pass@1", "k": 2 * config["eval_chats"], "run_std": noise.get("run_std"), "run_std_runs": noise.get("n_runs"), "reader": "boxed"},
-            "provenance": {"pins": {**{k: str(v) for k, v in head["versions"].items()}, "results": digest_of(results)}, "recipe": head["recipe"],
-                           "commit": head["commit"], "paper": head["paper_url"]}}  # fmt: skip
+    optimizer = {"loss_type": "dapo", "lr": config["learning_rate"], "beta": 0.0, "num_generations": config["group"],
+                 "prompts_per_step": config["problems"], "max_completion_tokens": config["last_message_tokens"],
+                 "temperature": config["temperature"], "lora_rank": config["lora_rank"], "seed": seeds[0]}  # fmt: skip
+    return {
+        "data": {
+            "train": f"{one_line(data['id'])} train", "n_train": data["train_used"],
+            "holdout": f"{one_line(data['id'])} test", "n_holdout": data["heldout_used"],
+            "holdout_hash": data["fingerprint"], "decontaminated_dropped": data["decontaminate_dropped"],
+        },
+        "optimizer": None if arm == "untrained" else optimizer,
+        "eval": {"metric": "pass@1", "k": 2 * config["eval_chats"], "reader": "boxed",
+                 "run_std": noise.get("run_std"), "run_std_runs": noise.get("n_runs")},
+        "provenance": {"pins": {**{k: str(v) for k, v in head["versions"].items()}, "results": digest_of(results)},
+                       "recipe": head["recipe"], "commit": head["commit"], "paper": head["paper_url"]},
+    }  # fmt: skip
 
 
 def graded_examples(results: Json, arm: str) -> list[Json]:
-    return [{"prompt": clean(chat["question"]), "reply": clean(chat["turns"][2 + copy]["text"]), "ok": chat["answers"][copy]["correct"],
-             "reference": clean(chat["gold"]), "why": f"box read as {one_line(chat['answers'][copy]['kind'])}", "tags": {"copy": "AB"[copy], "seed": str(chat["seed"])}}
-            for chat in results["chats"]["arms"].get(arm, []) for copy in (0, 1)]  # fmt: skip
+    """The example chats' answers as graded rows."""
+    return [
+        {"prompt": clean(chat["question"]), "reply": clean(chat["turns"][2 + copy]["text"]), "ok": answer["correct"],
+         "reference": clean(chat["gold"]), "why": f"the box: {one_line(answer['kind'])}", "tags": {"copy": "AB"[copy]}}
+        for chat in results["chats"]["arms"].get(arm, []) for copy, answer in enumerate(chat["answers"])
+    ]  # fmt: skip
 
 
-def post_run(tracked: Tracked, results: Json, arm: str, run_id: str) -> None:
+def run_plan(results: Json, arm: str) -> Json:
+    """What is published of one method."""
+    row, cost, trained = results["arms"][arm], results["cost"], arm != "untrained"
+    steps, values = curve_of(row, "reward")
+    scores = []
+    for partner, behavior in BEHAVIORS.items():
+        if scored := row_of(results, arm, partner):
+            value, (low, high, _) = scored["mean"]["value"], spread(scored)
+            half = None if low is None or high is None else max(value - low, high - value)
+            shown = graded_examples(results, arm) if partner == PARTNERS[0] else []
+            scores.append({"behavior": behavior, "score": value, "ci": half, "n": scored["mean"]["n_problems"],
+                           "examples": shown or None})  # fmt: skip
+    minutes, paid = cost["minutes"].get(arm, {}).get("total"), cost["total"]["dollars"] is not None
+    hours = None if minutes is None else minutes / 60
+    dollars = round(hours * cost["price_per_hour"], 2) if paid and hours is not None else None
+    return {
+        "open": {"version": arm if trained else "base", "method": arm if trained else None},
+        "curve": [(round(step), mean_of(at)) for step, at in zip(steps, values, strict=True)],
+        "scores": scores,
+        "note": note_words(results, arm),
+        "finish": {"hours": hours, "cost_usd": dollars, "gpu": one_line(cost["device"], 40) if paid else None,
+                   "steps": results["header"]["config"]["steps"] if trained else None, "record": record_of(results, arm)},
+    }  # fmt: skip
+
+
+def publication(results: Json) -> Json:
+    """All that goes to the platform, made before the first call: bad results then never stop a publish half-way."""
+    data, band, partial = results["header"]["data"], (results["noise"] or {}).get("noise_band"), partial_words(results)
+    played = {"trained_pair": "with a copy of itself", "untrained_partner": "with the untrained model as its partner"}
+    behaviors = [
+        {"name": name, "graded_by": "program", "reward_is_judge": False, "n": data["heldout_used"],
+         "test_version": data["fingerprint"], "noise_floor": None if band is None else round(100 * band, 2),
+         "contamination": 0,  # what overlapped was dropped; the record has the count
+         "description": f"Share of the final answers right, {played[partner]}. {partial}"[:400].strip(),
+         "rubric": "A program reads the last box of a copy's last message and compares its value with the right "
+                   "answer. No box, several values in it, or one that cannot be read count as wrong."}
+        for partner, name in BEHAVIORS.items()
+    ]  # fmt: skip
+    return {
+        "experiment": experiment_words(results), "behaviors": behaviors, "digest": digest_of(results),
+        "runs": {arm: run_plan(results, arm) for arm in arms_of(results)}, "figure": plotly_scores(results),
+        "caption": f"{partial} Mean over seeds with its 95% interval, and each seed."[-1000:].strip(),
+    }  # fmt: skip
+
+
+def post_run(tracked: Tracked, plan: Json, run_id: str) -> None:
     """One method, whole: opened anew under its id (which empties what a broken publish left), the curve, a score
     a partner, the note; last the record with the digest, which marks it complete."""
-    row, cost = results["arms"][arm], results["cost"]
-    method = None if arm == "untrained" else arm
-    run: Run = tracked.run("base" if arm == "untrained" else arm, id=run_id, method=method, targets=list(BEHAVIORS.values()), flush_every=10**6, flush_seconds=1e9)
-    steps, values = curve_of(row, "reward")
-    for step, at in zip(steps, values, strict=True):
-        run.log(round(step), reward=round(sum(at) / len(at), 4))
+    targets = list(BEHAVIORS.values())
+    run = tracked.run(**plan["open"], id=run_id, targets=targets, flush_every=10**6, flush_seconds=1e9)
+    for step, reward in plan["curve"]:
+        run.log(step, reward=round(reward, 4))
     run.flush()
-    if run.errors:  # flush never raises: it is meant for training loops
-        raise PublishError(f"the training curve of {arm} did not arrive")
-    for partner, behavior in BEHAVIORS.items():
-        scored = row_of(results, arm, partner)
-        if scored is None or scored["mean"]["value"] is None:
-            continue
-        value, (low, high, _) = scored["mean"]["value"], spread(scored)
-        half = None if low is None or high is None else max(value - low, high - value)
-        examples = graded_examples(results, arm) if partner == PARTNERS[0] else []
-        run.score(behavior, value, fraction=True, ci=half, n=scored["mean"]["n_problems"], examples=examples or None)
-    run.note(note_words(results, arm)[:8000])
-    minutes, on_gpu = (cost["minutes"].get(arm) or {}).get("total"), cost["total"]["dollars"] is not None
-    hours = None if minutes is None else minutes / 60
-    run.finish(hours=hours, gpu=one_line(cost["device"], 40) if on_gpu else None, steps=None if method is None else results["header"]["config"]["steps"],
-               cost_usd=round(hours * cost["price_per_hour"], 2) if on_gpu and hours is not None else None,
-               record=record_of(results, arm), say=False)  # fmt: skip
+    if run.errors:  # flush never raises: it is made for training loops
+        raise PublishError(f"the training curve of {run.version} did not arrive")
+    for score in plan["scores"]:
+        run.score(**score, fraction=True)
+    run.note(plan["note"])
+    run.finish(**plan["finish"], say=False)
 
 
 def is_complete(row: Json | None, digest: str) -> bool:
-    pins = (((row or {}).get("record") or {}).get("provenance") or {}).get("pins") or {}
-    return pins.get("results") == digest
+    """Whether a run on the platform carries the mark that post_run sets last."""
+    record = (row or {}).get("record") or {}
+    return ((record.get("provenance") or {}).get("pins") or {}).get("results") == digest
 
 
-def publish(results: Json, tracked: Tracked, say: Callable[[str], None]) -> None:
-    """Bring the platform's card to what results.json says; what is there already stays as it is."""
-    noise, partial = results["noise"] or {}, partial_words(results)
+def publish(plan: Json, tracked: Tracked, say: Callable[[str], None]) -> None:
+    """Bring the platform's card to what the plan says; a run that is there already stays as it is."""
     tracked.register()
-    tracked.experiment(**experiment_words(results))
-    floor = None if noise.get("noise_band") is None else round(100 * noise["noise_band"], 2)
-    for partner, behavior in BEHAVIORS.items():
-        words = "with a copy of itself" if partner == PARTNERS[0] else "with the untrained model as its partner"
-        tracked.behavior(behavior, graded_by="program", reward_is_judge=False, n=results["header"]["data"]["heldout_used"],
-                         test_version=results["header"]["data"]["fingerprint"], noise_floor=floor, contamination=0,
-                         description=f"{partial} Share of final answers right, {words}."[-400:] if not partial else f"{partial[:280]} Share of final answers right, {words}.",
-                         rubric="A program reads the last box of a copy's last message and compares its value with the right answer. "
-                                "No box, several values in it or one that cannot be read count as wrong.")  # fmt: skip
-    there, digest = {str(row.get("id")): row for row in tracked.runs(archived=True)}, digest_of(results)
-    ids = {arm: f"{tracked.id}-{arm}" for arm in arms_of(results)}
+    tracked.experiment(**plan["experiment"])
+    for behavior in plan["behaviors"]:
+        tracked.behavior(behavior["name"], **{k: v for k, v in behavior.items() if k != "name"})
+    there = {str(row.get("id")): row for row in tracked.runs(archived=True)}
+    ids = {arm: f"{tracked.id[:48]}-{arm}" for arm in plan["runs"]}
     for arm, run_id in ids.items():
-        done = is_complete(there.get(run_id), digest)
+        done = is_complete(there.get(run_id), plan["digest"])
         if not done:
-            post_run(tracked, results, arm, run_id)
+            post_run(tracked, plan["runs"][arm], run_id)
         say(f"{name_of(arm)}: {'is there already' if done else 'published'}")
-    tracked.figure("both-partners", plotly_scores(results), caption=f"{partial[:400]} Mean over seeds, interval, and each seed.".strip())
-    for run_id in there.keys() - set(ids.values()):
-        say(f"the platform also holds {one_line(run_id, 80)}, which these results do not: archive it there if it is out of date")
+    tracked.figure("both-partners", plan["figure"], caption=plan["caption"])
+    for run_id in sorted(there.keys() - set(ids.values())):
+        say(f"the platform also holds the run {one_line(run_id, 80)}, which these results do not: archive it there")
 
 
 def publish_question(question: str, tracked: Tracked) -> None:
@@ -611,7 +765,7 @@ def publish_question(question: str, tracked: Tracked) -> None:
     tracked.experiment(**{**(before.model_dump() if before else {}), "question": question})
 
 
-def reach(tracked: Tracked, work: Callable[[], None], key: str) -> None:
+def reach(work: Callable[[], None], key: str) -> None:
     """Run `work`; whatever keeps the platform from taking it becomes one line that says what to do."""
     from whileai.platform import PlatformError, platform_url
 
@@ -628,13 +782,71 @@ def reach(tracked: Tracked, work: Callable[[], None], key: str) -> None:
             reason = f"{error} ({error.status or 'no answer'}); {again}"
     except (OSError, http.client.HTTPException) as error:  # the client lets a dropped connection and a time-out through
         late = isinstance(error, TimeoutError)
-        reason = f"{'it did not answer in time' if late else f'the connection broke off ({type(error).__name__})'}; {again}"
+        reason = (
+            f"{'it did not answer in time' if late else f'the connection broke off ({type(error).__name__})'}; {again}"
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it answered in a form that the client does not read ({type(error).__name__}: {error})"
     raise PublishError(one_line(f"{platform_url()}: {reason}".replace(key, "***"), 500))
 
 
 # ---------------------------------------------------------------------------------------------- command line
+
+# What the card reads and report.load_results leaves unchecked: a place ("*" is every entry) and its fields.
+FIELDS = {
+    "header": "title question command commit clean date reused paper paper_url recipe",
+    "header.model": "id revision loaded_as",
+    "header.data": "id fingerprint train_used heldout_used decontaminate_dropped",
+    "header.config": "steps problems group eval_chats learning_rate last_message_tokens temperature lora_rank",
+    "arms.*": "arm partner formula unit minutes training curves",
+    "arms.*.mean": "value low high over n_problems",
+    "arms.*.curves.*": "step reward flat sends_own uses_partners",
+    "deltas.*": "trained_pair untrained_partner",
+    "deltas.*.*": "compare matched flag",
+    "deltas.*.*.compare": "word delta low high seed_after train_delta train_low train_high",
+    "deltas.*.*.matched": "value low high per_seed",
+    "reliability": "test arms pairs words",
+    "cost": "unit device price_per_hour minutes chats tokens total",
+    "cost.total": "minutes tokens dollars",
+    "checks.*": "check source result ok",
+    "chats": "rule arms",
+    "chats.arms.*.*": "seed problem question facts gold private turns answers reward",
+    "chats.arms.*.*.turns.*": "text tokens truncated clipped sent used",
+    "chats.arms.*.*.answers.*": "kind value correct",
+    "published": "source model hardware versions rows deltas notes total_minutes dollars",
+    "published.rows.*": "arm mean per_seed partner_per_seed sends_own uses_partners minutes",
+}
+
+
+def places(value: Any, pattern: Sequence[str], where: str) -> Iterator[tuple[str, Any]]:
+    """Every part that a pattern names, with where it is."""
+    if not pattern:
+        yield where, value
+    elif pattern[0] == "*":
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(part, pattern[1:], f"{where}.{key}")
+    else:
+        yield from places(value[pattern[0]], pattern[1:], f"{where}.{pattern[0]}")
+
+
+def load(path: Path) -> Json:
+    """results.json, checked down to what the card reads. Raises report.ResultsError."""
+    import report
+
+    results = report.load_results(path)
+    for place, names in FIELDS.items():
+        try:
+            for where, part in places(results, place.split("."), str(path)):
+                for name in names.split():
+                    if name not in part:
+                        raise report.ResultsError(f"{where}.{name} is missing")
+        except (LookupError, TypeError) as error:
+            raise report.ResultsError(f"{path}: {place}: {type(error).__name__} {error}") from None
+    for where, chat in places(results, ["chats", "arms", "*", "*"], str(path)):
+        counts = {"turns": 4, "answers": 2, "facts": 2, "private": 2}
+        if wrong := [name for name, count in counts.items() if len(chat[name]) != count]:
+            raise report.ResultsError(f"{where}.{wrong[0]}: {len(chat[wrong[0]])} of {counts[wrong[0]]}")
+    return results
 
 
 def api_key() -> str | None:
@@ -646,61 +858,71 @@ def api_key() -> str | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="post.py", description="Write the card of results.json and, with WHILEAI_API_KEY, publish it.")
-    top.add_argument("--results", type=Path, default=Path("results.json"), metavar="FILE", help="results to show (%(default)s)")
+    what = "Write the card of results.json and, with WHILEAI_API_KEY, publish it."
+    top = argparse.ArgumentParser(prog="post.py", description=what)
+    top.add_argument("--results", type=Path, default=Path("results.json"), metavar="FILE", help="(%(default)s)")
     top.add_argument("--out", type=Path, default=Path("card"), metavar="DIR", help="folder of the card (%(default)s)")
-    top.add_argument("--question", action="store_true", help="publish the question alone")
-    top.add_argument("--agent", default=AGENT, metavar="NAME", help="name of the card on the platform (%(default)s)")
+    top.add_argument("--question", action="store_true", help="publish the question alone; needs no results")
+    top.add_argument("--agent", default=AGENT, metavar="NAME", help="the card's name on the platform (%(default)s)")
     return top
 
 
-def question_of(path: Path) -> str:
-    """The question of the results; before there are any, the recipe's."""
-    import report
+def send(work: Callable[[Tracked], None], key: str, agent: str, model: str | None = None) -> None:
+    from whileai.platform import track
 
-    if path.exists():
-        return str(report.load_results(path)["header"]["question"])
+    logging.getLogger("whileai.platform").setLevel(logging.ERROR)  # what it warns of is said here, in one line
+    tracked = track(agent, model=model, api_key=key, register=False)
+    reach(lambda: work(tracked), key)
+
+
+def post_question(args: argparse.Namespace) -> None:
+    """Publish the question of the results; before there are any, the recipe's."""
+    if not (key := api_key()):
+        raise PublishError("--question goes to the platform only: set WHILEAI_API_KEY")
     import recipe
 
-    return recipe.QUESTION
+    question = load(args.results)["header"]["question"] if args.results.exists() else recipe.QUESTION
+    send(lambda tracked: publish_question(one_line(question, 1000), tracked), key, args.agent)
+    print("published the question")
+
+
+def post(args: argparse.Namespace) -> None:
+    """Write the card, then publish if there is a key."""
+    import report
+
+    results = load(args.results)
+    try:
+        files, plan = card_files(results), publication(results)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise report.ResultsError(
+            f"{args.results}: a value is not of the kind that the card shows ({reason})"
+        ) from error
+    write_card(files, args.out)
+    partial = partial_words(results)
+    print(f"wrote {args.out / 'card.html'} and {len(files) - 1} more files{'. ' + partial if partial else ''}")
+    if not (key := api_key()):
+        print("not published: WHILEAI_API_KEY is not set")
+        return
+    send(
+        lambda tracked: publish(plan, tracked, print), key, args.agent, one_line(results["header"]["model"]["id"], 100)
+    )
+    print(f"published as {one_line(args.agent)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    import report
-
-    def post(work: Callable[[Tracked], None], key: str, model: str | None) -> None:
-        from whileai.platform import track
-
-        tracked = track(args.agent, model=model, api_key=key, register=False)
-        reach(tracked, lambda: work(tracked), key)
+    from report import ResultsError
 
     try:
-        if args.question:
-            question = one_line(question_of(args.results), 1000)
-            if not (key := api_key()):
-                raise PublishError("--question goes to the platform only: set WHILEAI_API_KEY")
-            post(lambda tracked: publish_question(question, tracked), key, None)
-            print("published the question")
-            return 0
-        results = report.load_results(args.results)
-        files = write_card(results, args.out)
-        print(f"wrote {files[0]} ({len(files)} files){'; ' + partial_words(results) if partial_words(results) else ''}")
-        if not (key := api_key()):
-            print("not published: WHILEAI_API_KEY is not set")
-            return 0
-        post(lambda tracked: publish(results, tracked, print), key, one_line(results["header"]["model"]["id"], 100))
-        print(f"published at https://while.ai/platform/runs?agent={args.agent}")
-    except report.ResultsError as error:
-        print(f"post.py: {one_line(error, 500)}", file=sys.stderr)
-        return 2
+        (post_question if args.question else post)(args)
+        return 0
     except PublishError as error:
         print(f"post.py: not published: {error}", file=sys.stderr)
         return 1
-    except OSError as error:
-        print(f"post.py: the card could not be written: {one_line(error)}", file=sys.stderr)
+    except (ResultsError, OSError) as error:
+        print(f"post.py: {one_line(error, 500)}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

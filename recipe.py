@@ -33,6 +33,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from facts import NOTE, has_quantity, numbers_in, question_places, sentences
 from grading import Answer, Grade, grade, same_answer
 
 if TYPE_CHECKING:  # the heavy packages are imported where they are used: --help and --selftest need none
@@ -127,7 +128,47 @@ def flag(name: str) -> str:
 
 # ---------------------------------------------------------------------------------------------- task
 
-from facts import Unsplittable, numbers_in, split_facts  # noqa: F401
+
+class Unsplittable(ValueError):
+    """The problem cannot be shared; `reason` is no_question, too_few_facts or half_without_quantity."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who reads what. The facts alternate: A has the 1st, 3rd, 5th ..., B the 2nd, 4th ...."""
+
+    question: str  # the question's sentences and the notes after it, read by both
+    facts_a: tuple[str, ...]
+    facts_b: tuple[str, ...]
+    question_has_facts: bool  # it names a quantity ("If 3 leave, how many ...?"), which both then know
+    question_at: tuple[int, ...]  # the places of its sentences in sentences(text), to rebuild the order
+
+
+def split_facts(text: str) -> Split:
+    """Share a problem between two copies, or raise Unsplittable.
+
+    Every sentence with a question mark is the question; without one, the last that demands an answer
+    ("Calculate ..."). Instructions and bracketed remarks after it go with it ("(There are 128 ounces to a
+    gallon.)"); all else is a fact, also when it comes after the question.
+    """
+    parts = sentences(text)
+    asking = question_places(parts)
+    notes = [i for i in range(asking[-1] + 1, len(parts)) if NOTE.match(parts[i])] if asking else []
+    question_at = tuple(asking + notes)
+    facts = [part for i, part in enumerate(parts) if i not in set(question_at)]
+    if not asking:
+        raise Unsplittable("no_question")
+    if len(facts) < 2:
+        raise Unsplittable("too_few_facts")
+    facts_a, facts_b = tuple(facts[0::2]), tuple(facts[1::2])
+    if not all(any(map(has_quantity, half)) for half in (facts_a, facts_b)):
+        raise Unsplittable("half_without_quantity")
+    question = " ".join(parts[i] for i in question_at)
+    return Split(question, facts_a, facts_b, has_quantity(question), question_at)
 
 
 @dataclass(frozen=True)
@@ -654,8 +695,8 @@ class ChatTraining:
     """
 
     def __init__(
-        self, *, arm: str, problems: Sequence[Problem], template: ChatTemplate, config: Config, seed: int, identity: str,
-        make_generator: Callable[[Any], Any], on_step: Callable[[StepMetrics], None], **kwargs: Any,
+        self, *, arm: str, problems: Sequence[Problem], template: ChatTemplate, config: Config, seed: int,
+        identity: str, make_generator: Callable[[Any], Any], on_step: Callable[[StepMetrics], None], **kwargs: Any,
     ):  # fmt: skip
         super().__init__(**kwargs)
         self.arm_name, self.arm, self.problems, self.template = arm, ARMS[arm], problems, template
@@ -816,8 +857,8 @@ def trainer_class() -> type:
 
 
 def make_trainer(
-    arm: str, seed: int, config: Config, problems: Sequence[Problem], model: Any, tokenizer: Any, template: ChatTemplate,
-    *, folder: Path, save_every: int, identity: str, make_generator: Callable[[Any], Any],
+    arm: str, seed: int, config: Config, problems: Sequence[Problem], model: Any, tokenizer: Any,
+    template: ChatTemplate, *, folder: Path, save_every: int, identity: str, make_generator: Callable[[Any], Any],
     on_step: Callable[[StepMetrics], None], callbacks: Sequence[Any] = (),
 ) -> Any:  # fmt: skip
     """The trainer of one run: TRL's, with the spec's settings in place of its defaults. Checkpoints go to `folder`

@@ -26,7 +26,6 @@ from typing import Any
 
 from facts import numbers_in
 from grading import Grade
-from records import write_whole
 from recipe import (
     ARMS,
     BASELINE,
@@ -43,6 +42,7 @@ from recipe import (
     private_numbers,
     talk_measures,
 )
+from records import write_whole
 
 FORMAT = 1
 MAX_BYTES = 60_000
@@ -50,15 +50,15 @@ MAX_BYTES = 60_000
 SIZES = ((80, 800), (40, 800), (27, 600), (20, 400), (10, 200))
 CHATS_SHOWN = 2
 PARTNERS = ("trained_pair", "untrained_partner")
+OTHER = "_untrained_partner"  # what the name of an arm's second line ends in
 PHASES = ("load", "play", "grade", "update", "evaluate", "other", "total")
 CURVES = ("reward", "flat", "sends_own", "uses_partners")
 LEVEL = 0.05
 # The one comparison of spreads that was planned, by the published run's "next steps"; the others are described.
 PLANNED = "ada"
-# Power of the test in `spread_test` where one arm's seeds vary 4 times as much as the other's, by matched seeds
-# (10,000 simulated pairs of arms with normal seeds; the test file repeats it).
-POWER = {3: 0.0, 5: 0.18, 7: 0.52}
-POWER_AT = 4.0
+# Power of `spread_test` by seeds an arm, where the other arm's seeds spread 4 times as far (simulated, normal seeds).
+POWER = {3: 0.0, 5: 0.27, 7: 0.67}
+POWER_AT = 4
 
 Json = dict[str, Any]
 
@@ -70,32 +70,28 @@ class ResultsError(ValueError):
 # ---------------------------------------------------------------------------------------------- published numbers
 
 
-def _published(arm: str, mean: float, per_seed: list, partner: list, sends: float, uses: float, minutes: int | None, note: str | None = None) -> Json:
-    return {"arm": arm, "mean": mean, "per_seed": per_seed, "partner_per_seed": partner, "sends_own": sends,
-            "uses_partners": uses, "minutes": minutes, "note": note}  # fmt: skip
-
-
+_COLUMNS = ("arm", "mean", "per_seed", "partner_per_seed", "sends_own", "uses_partners", "minutes", "note")
 PUBLISHED: Json = {
     "source": "a published run of this experiment; talk measures are its first seed's, deltas pair its first seeds",
     "model": "Qwen/Qwen2.5-1.5B-Instruct",
     "hardware": "H100",
     "versions": "whileai 0.125, TRL 0.19.1, PEFT 0.16.0, transformers 4.54.0, torch 2.7.1",
-    "rows": [
-        _published("untrained", 0.11, [], [], 0.67, 0.30, None, "run_std 0.005 from 3 re-runs"),
-        _published("grpo", 0.30, [0.40, 0.15, 0.35], [0.14, 0.10, 0.16], 0.96, 0.79, 105),
-        _published("ada", 0.38, [0.40, 0.39, 0.36], [0.21, 0.19, 0.13], 0.95, 0.71, 209),
-        _published("raft", 0.25, [0.31, 0.10, 0.35], [0.20, 0.09, 0.15], 0.90, 0.50, 96),
-        _published("mixed", 0.31, [0.21, 0.46, 0.25], [0.15, 0.22, 0.14], 0.78, 0.49, 99),
-    ],
-    "deltas": {
-        "ada": {"trained_pair": [0.001, -0.042, 0.043], "untrained_partner": [0.064, 0.029, 0.100], "word": "flat"},
-        "raft": {"trained_pair": [-0.096, -0.141, -0.053], "untrained_partner": [0.053, 0.017, 0.093], "word": "flat"},
-        "mixed": {"trained_pair": [-0.198, -0.240, -0.154], "untrained_partner": [0.004, -0.025, 0.035], "word": "flat"},
-    },
+    "rows": [dict(zip(_COLUMNS, row, strict=True)) for row in (
+        ("untrained", 0.11, [], [], 0.67, 0.30, None, "run_std 0.005 from 3 re-runs"),
+        ("grpo", 0.30, [0.40, 0.15, 0.35], [0.14, 0.10, 0.16], 0.96, 0.79, 105, None),
+        ("ada", 0.38, [0.40, 0.39, 0.36], [0.21, 0.19, 0.13], 0.95, 0.71, 209, None),
+        ("raft", 0.25, [0.31, 0.10, 0.35], [0.20, 0.09, 0.15], 0.90, 0.50, 96, None),
+        ("mixed", 0.31, [0.21, 0.46, 0.25], [0.15, 0.22, 0.14], 0.78, 0.49, 99, None),
+    )],
+    "deltas": {arm: {"trained_pair": pair, "untrained_partner": other, "word": "flat"} for arm, pair, other in (
+        ("ada", [0.001, -0.042, 0.043], [0.064, 0.029, 0.100]),
+        ("raft", [-0.096, -0.141, -0.053], [0.053, 0.017, 0.093]),
+        ("mixed", [-0.198, -0.240, -0.154], [0.004, -0.025, 0.035]),
+    )},
     "notes": ["flat groups: 45 in 100 early, 33 late", "0 of 1,024 train rows dropped by decontamination"],
     "total_minutes": 1211,
     "dollars": 80.74,
-}
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- reading records
@@ -156,7 +152,9 @@ def read_run(record: Json, arm: str, seed: int | None) -> Run:
         field = "seconds, about, config or data"
         seconds = {key: float(value) for key, value in record["seconds"].items()}
         parts = {key: dict(record[key]) for key in ("about", "config", "data")}
-        seconds["total"], parts["about"]["versions"], parts["about"]["device"], parts["about"]["model"], parts["data"]["fingerprint"]
+        for part, needed in ((seconds, "total"), (parts["data"], "fingerprint"), (parts["config"], "steps"),
+                             *((parts["about"], name) for name in ("versions", "device", "model"))):  # fmt: skip
+            part[needed]  # a KeyError names what is missing
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         missing = "missing " if isinstance(error, KeyError) else ""
         raise ResultsError(f"{file} ({name}), {field}: {missing}{error}") from None
@@ -213,7 +211,7 @@ class Series:
 
     @property
     def key(self) -> str:
-        return f"{self.arm}_untrained_partner" if self.partner == "untrained_partner" else self.arm
+        return self.arm + OTHER * (self.partner == "untrained_partner")
 
     @cached_property
     def rows(self) -> list[list[Json]]:
@@ -222,7 +220,7 @@ class Series:
     @cached_property
     def scores_SP(self) -> list[list[float]]:
         """Share of right answers by seed and problem, problems in the order of their ids."""
-        return [[sum(c.reward for c in group) / len(group) for group in by_problem(chats).values()] for chats in self.chats]
+        return [[mean(c.reward for c in group) for group in by_problem(chats).values()] for chats in self.chats]
 
     @property
     def scores(self) -> list[float]:
@@ -254,7 +252,7 @@ def t_quantile(df: int) -> float:
     return wai.noise_band(1.0, df=df) / math.sqrt(2)
 
 
-def mean_interval(scores_SP: Sequence[Sequence[float]], one_model: bool = False, bounds: tuple[float, float] = (0.0, 1.0)) -> Json:
+def mean_interval(scores_SP: Sequence[Sequence[float]], one_model: bool = False, least: float = 0.0) -> Json:
     """A mean over seeds (rows) and problems (columns) with its 95% interval, both of them being samples.
 
     With y_sp = mu + a_s + b_p + e_sp (training seed, problem, sampling) the half width is
@@ -281,31 +279,30 @@ def mean_interval(scores_SP: Sequence[Sequence[float]], one_model: bool = False,
         half = math.sqrt(from_seeds + t_quantile(P - 1) ** 2 * max(variance(problems) - noise / S, 0.0) / P)
     if half is not None and half < 1e-12:
         half, why = None, "no spread at all: every problem scored the same"
-    low, high = (None, None) if half is None else (max(value - half, bounds[0]), min(value + half, bounds[1]))
+    low, high = (None, None) if half is None else (max(value - half, least), min(value + half, 1.0))
     return {"value": value, "low": low, "high": high, "half": half, "over": None if half is None else over,
-            "n_seeds": S, "n_problems": P, "df": S - 1 if half is not None and not one_model else None, "why": why}  # fmt: skip
+            "n_seeds": S, "n_problems": P, "why": why}  # fmt: skip
 
 
 def spread_test(first: Sequence[float], second: Sequence[float]) -> tuple[float, int]:
-    """(p, seeds an arm used) of an exact test of equal spread between two arms' seeds.
+    """(p, seeds an arm used) of an exact one-sided test that the first arm's seeds spread less than the second's.
 
-    Distances of the scores to their arm's median (Brown and Forsythe 1974, JASA 69:364), squared; p is the share of
-    all ways to deal them to two arms that part the arms' sums at least as far. No distribution is assumed: an F test
-    calls 35 in 100 pairs of equal arms unequal if seeds either work or collapse. An even number of seeds counts as
-    one fewer (the median then is a seed, which keeps the test below its level), more than seven as seven."""
-    n = min(7, min(len(first), len(second)) - 1 | 1)
-    squares = []
+    Distances of the scores to their arm's median (Brown and Forsythe 1974, JASA 69:364); p is the share of all ways
+    to deal the distances to two arms that leave the first with as small a sum. No distribution is assumed: an F test
+    calls 35 in 100 pairs of equal arms unequal where seeds either work or collapse. An even number of seeds counts
+    as one fewer (the median is then a seed, which keeps the test below its level), more than seven as seven."""
+    n = min(7, (min(len(first), len(second)) - 1) | 1)
+    distances = []
     for scores in (first[:n], second[:n]):
         median = sorted(scores)[n // 2]
-        squares += [(score - median) ** 2 for score in scores]
-    total = math.fsum(squares)
-    gaps = [abs(2 * math.fsum(deal) - total) for deal in itertools.combinations(squares, n)]
-    return sum(gap >= gaps[0] - 1e-12 for gap in gaps) / len(gaps), n
+        distances += [abs(score - median) for score in scores]
+    sums = [math.fsum(deal) for deal in itertools.combinations(distances, n)]  # the first is the deal as it was
+    return sum(total <= sums[0] + 1e-12 for total in sums) / len(sums), n
 
 
 def smallest_p(n: int) -> float:
-    """The least p that `spread_test` can give: in each arm the median's own distance is always 0."""
-    return min(1.0, 2 * (n + 1) / math.comb(2 * n, n))
+    """The least p that `spread_test` can give: the median's own distance is 0 in both arms."""
+    return (n + 1) / math.comb(2 * n, n)
 
 
 def reliability(series: Sequence[Series]) -> Json:
@@ -313,29 +310,31 @@ def reliability(series: Sequence[Series]) -> Json:
     arms, pairs, trained = {}, [], {s.arm: s for s in series if s.partner == "trained_pair"}
     for arm, s in trained.items():
         ranked = sorted(zip(s.scores, s.seeds, strict=True))
-        arms[arm] = {"seeds": len(ranked), "mean": mean(s.scores), "std": math.sqrt(variance(s.scores)) if len(ranked) > 1 else None,
-                     "worst": {"seed": ranked[0][1], "score": ranked[0][0]}, "best": {"seed": ranked[-1][1], "score": ranked[-1][0]}}  # fmt: skip
+        std = math.sqrt(variance(s.scores)) if len(ranked) > 1 else None
+        ends = {name: dict(zip(("score", "seed"), ranked[i], strict=True)) for name, i in (("worst", 0), ("best", -1))}
+        arms[arm] = {"seeds": len(ranked), "mean": mean(s.scores), "std": std, **ends}
+    base = trained.get(BASELINE)
     for arm, s in trained.items():
-        base = trained.get(BASELINE)
         if base is None or arm == BASELINE or min(len(s.seeds), len(base.seeds)) < 2:
             continue
-        p, n = spread_test(s.scores, base.scores)
-        ratio = arms[arm]["std"] / arms[BASELINE]["std"] if arms[BASELINE]["std"] else None
+        (p, n), spread, other = spread_test(s.scores, base.scores), arms[arm]["std"], arms[BASELINE]["std"]
         claim = arm == PLANNED and p <= LEVEL
-        words = f"{arm}'s seeds spread {num(arms[arm]['std'])}, {BASELINE}'s {num(arms[BASELINE]['std'])}: "
-        words += f"resolved (p {p:.3f})" if claim else "described, not tested" if arm != PLANNED else "not resolved"
-        if arm == PLANNED and not claim:
-            words += f" (p {p:.2f}; at {n} seeds it cannot fall below {smallest_p(n):.2f})"
-        pairs.append({"arm": arm, "against": BASELINE, "planned": arm == PLANNED, "n": n, "std_ratio": ratio, "p": p,
-                      "smallest_p": smallest_p(n), "power": POWER.get(n), "power_at": POWER_AT, "claim": claim, "words": words})  # fmt: skip
-    planned = [pair for pair in pairs if pair["planned"]]
-    if planned and planned[0]["power"] is not None:
-        power = f"With {planned[0]['n']} seeds an arm it finds a {POWER_AT:g}-fold difference in spread {100 * planned[0]['power']:.0f} times in 100; with 7 seeds {100 * POWER[7]:.0f}."
-    else:
-        power = ""
-    words = " ".join(filter(None, [*(f"{pair['words']}." for pair in planned), power])) or f"No comparison: {PLANNED} and {BASELINE} need two seeds each."
-    test = (f"exact permutation of squared distances to the arm's median, two-sided, level {LEVEL}, matched for nothing; planned for {PLANNED} "
-            f"against {BASELINE} alone, no claim is made for other pairs")  # fmt: skip
+        words = f"{arm}'s seeds have a standard deviation of {num(spread, 3)}, {BASELINE}'s of {num(other, 3)}: "
+        least = smallest_p(n)
+        tested = f"{'resolved' if claim else 'not resolved'} (p {p:.2f}; with {n} seeds it is at least {least:.2f})"
+        words += tested if arm == PLANNED else "described, not tested"
+        pairs.append({
+            "arm": arm, "against": BASELINE, "planned": arm == PLANNED, "n": n, "p": p, "smallest_p": least,
+            "std_ratio": spread / other if other else None, "power": POWER.get(n), "power_at": POWER_AT,
+            "claim": claim, "words": words,
+        })  # fmt: skip
+    test = (f"exact one-sided permutation test of the distances to the arm's median, level {LEVEL}; planned for "
+            f"{PLANNED} against {BASELINE} alone, of other pairs nothing is claimed")  # fmt: skip
+    planned = next((pair for pair in pairs if pair["planned"]), None)
+    words = f"No test of reliability: {PLANNED} and {BASELINE} need two seeds each."
+    if planned:
+        powers = ", ".join(f"{100 * power:.0f} with {seeds} seeds" for seeds, power in POWER.items())
+        words = f"{planned['words']}. A {POWER_AT}-fold difference is found so often in 100: {powers}."
     return {"test": test, "level": LEVEL, "arms": arms, "pairs": pairs, "words": words}
 
 
@@ -372,7 +371,8 @@ def summarize(
     results["published"] = PUBLISHED
     for points, characters in SIZES:
         sized = dict(results)
-        sized["arms"] = {key: {**arm, "curves": [thin(curve, points) for curve in arm["curves"]]} for key, arm in results["arms"].items()}
+        sized["arms"] = {key: {**arm, "curves": [thin(curve, points) for curve in arm["curves"]]}
+                         for key, arm in results["arms"].items()}  # fmt: skip
         sized["chats"] = _example_chats(series, characters)
         sized = tidy(sized)
         if len(to_json(sized)) <= MAX_BYTES:
@@ -382,11 +382,12 @@ def summarize(
 
 def _same_problems(every: Sequence[Run]) -> None:
     first = every[0]
-    sizes = {run.name: {key: len(group) for key, group in by_problem(chats).items()}
-             for run in every for sittings in run.sittings.values() for chats in sittings}  # fmt: skip
+    asked = Counter(chat.chat.problem.id for chat in next(iter(first.sittings.values()))[0])
     for run in every:
-        if run.data["fingerprint"] != first.data["fingerprint"] or sizes[run.name] != sizes[first.name]:
-            raise ResultsError(f"{run.name} was evaluated on other problems than {first.name}: they cannot share a table")
+        for sitting in itertools.chain.from_iterable(run.sittings.values()):
+            same = Counter(chat.chat.problem.id for chat in sitting) == asked
+            if not same or run.data["fingerprint"] != first.data["fingerprint"]:
+                raise ResultsError(f"{run.name} was evaluated on other problems than {first.name}: not one table")
 
 
 def _series(pair: Run | None, trained: Sequence[Run]) -> list[Series]:
@@ -397,24 +398,33 @@ def _series(pair: Run | None, trained: Sequence[Run]) -> list[Series]:
     for arm in dict.fromkeys(run.arm for run in trained):
         runs = [run for run in trained if run.arm == arm]
         for partner in PARTNERS:
-            found.append(Series(arm, partner, tuple(run.seed for run in runs), tuple(run.sittings[partner][0] for run in runs)))
+            chats = tuple(run.sittings[partner][0] for run in runs)
+            found.append(Series(arm, partner, tuple(run.seed for run in runs), chats))
     return found
 
 
+def _partial(every: Sequence[Run], wanted_arms: Sequence[str], wanted_seeds: Sequence[int]) -> list[str]:
+    """A sentence on everything that was asked for and is not there; each begins with the arm."""
+    have = {(run.arm, run.seed): run for run in every}
+    found = [f"{arm} seed {seed} is missing" for arm in wanted_arms for seed in wanted_seeds if (arm, seed) not in have]
+    pair = have.get(("untrained", None))
+    if pair is None:
+        found.insert(0, "untrained is missing: no noise floor, no lengths before training")
+    elif len(pair.sittings["untrained"]) < pair.config["base_evals"]:
+        found.append(f"untrained was evaluated {len(pair.sittings['untrained'])} of {pair.config['base_evals']} times")
+    trained = [run for run in every if run.seed is not None and len(run.steps) != run.config["steps"]]
+    return found + [f"{run.name} has {len(run.steps)} of {run.config['steps']} steps" for run in trained]
+
+
 def _header(every: Sequence[Run], header: Json, wanted_arms: Sequence[str], wanted_seeds: Sequence[int]) -> Json:
-    have, about, config = {(run.arm, run.seed) for run in every}, every[0].about, dict(every[0].config)
-    for name in ("model", "data"):  # a folder's place on some machine is nobody's business
-        config[name] = Path(config[name]).name if Path(config[name]).is_absolute() else config[name]
-    partial = [f"{arm} seed {seed} is missing" for arm in wanted_arms for seed in wanted_seeds if (arm, seed) not in have]
-    if ("untrained", None) not in have:
-        partial.insert(0, "untrained is missing: no noise floor, no lengths before training")
-    elif (done := len(every[0].sittings["untrained"])) < config["base_evals"]:
-        partial.append(f"untrained was evaluated {done} of {config['base_evals']} times")
-    partial += [f"{run.name} has {len(run.steps)} of {run.config['steps']} steps" for run in every if run.seed is not None and len(run.steps) != run.config["steps"]]
-    model = {**about["model"], "id": config["model"] if Path(about["model"]["id"]).is_absolute() else about["model"]["id"]}
+    about, config = every[0].about, dict(every[0].config)
+    for part in (config, model := dict(about["model"])):  # a folder's place on some machine is nobody's business
+        folders = {key: Path(value) for key, value in part.items() if isinstance(value, str) and value.startswith("/")}
+        part.update({key: folder.name for key, folder in folders.items()})
     return {
         "recipe": "talk-credit", "title": "Credit assignment for two copies that talk", "paper": PAPER,
-        "paper_url": "https://arxiv.org/abs/2510.04996", "question": QUESTION, **header, "partial": partial, "model": model,
+        "paper_url": "https://arxiv.org/abs/2510.04996", "question": QUESTION, **header,
+        "partial": _partial(every, wanted_arms, wanted_seeds), "model": model,
         "data": {"id": config["data"], **every[0].data}, "device": about["device"], "versions": about["versions"],
         "config": config, "arms": list(wanted_arms), "seeds": list(wanted_seeds),
     }  # fmt: skip
@@ -429,15 +439,16 @@ def _arm(s: Series, runs: Sequence[Run], pair: Run | None, series: Sequence[Seri
         first.append(_with_interval(found.pass_at_1, found.ci95))
         fourth.append(_with_interval(found.pass_at_k, found.pass_at_k_ci95))
     before = next((other.talk for other in series if other.partner == "untrained"), None)
-    own = s.partner == "trained_pair"
+    own, lengths = s.partner == "trained_pair", ("message_tokens", "answer_tokens")
+    minutes = [r.seconds["total"] / 60 for r in ([pair] if s.partner == "untrained" and pair else runs if own else [])]
     return {
         "arm": s.arm, "partner": s.partner, "formula": ARMS[s.arm].formula if s.arm in ARMS else None,
         "unit": "re-run" if s.partner == "untrained" else "training seed", "seeds": list(s.seeds), "score": s.scores,
         "mean": mean_interval(s.scores_SP, one_model=s.partner == "untrained"), "pass_at_1": first, "pass_at_4": fourth,
         "talk": {name: [getattr(talk, name) for talk in s.talk] for name in Talk.__dataclass_fields__},
-        "before": before and {name: mean(getattr(talk, name) for talk in before) for name in ("message_tokens", "answer_tokens")},
+        "before": before and {name: mean(getattr(talk, name) for talk in before) for name in lengths},
         "kinds": dict(sorted(Counter(g.kind for chats in s.chats for chat in chats for g in chat.grades).items())),
-        "minutes": [r.seconds["total"] / 60 for r in runs] if own else [pair.seconds["total"] / 60] if s.partner == "untrained" and pair else None,
+        "minutes": minutes or None,
         "training": _training(runs) if own else None,
         "curves": [_curve(run) for run in runs] if own else [],
     }  # fmt: skip
@@ -462,7 +473,8 @@ def _training(runs: Sequence[Run]) -> Json:
 
 
 def _curve(run: Run) -> Json:
-    return {"seed": run.seed, "step": [float(m.step + 1) for m in run.steps], **{name: [getattr(m, name) for m in run.steps] for name in CURVES}}
+    measures = {name: [getattr(m, name) for m in run.steps] for name in CURVES}
+    return {"seed": run.seed, "step": [float(m.step + 1) for m in run.steps], **measures}
 
 
 def thin(curve: Json, points: int) -> Json:
@@ -496,15 +508,16 @@ def _deltas(series: Sequence[Series], noise: Json | None) -> Json:
         if partner == "untrained" or arm == BASELINE or before is None:
             continue
         compared, matched = compare(before, after, noise), matched_difference(before, after)
-        flag, delta = None, compared["delta"]
-        if delta is not None and matched["n_seeds"] > 1 and delta * matched["value"] < 0:
-            flag = (f"{arm}, {partner.replace('_', ' ')}: seed {compared['seed_after']} alone says {delta:+.3f}, the mean over "
-                    f"{matched['n_seeds']} seeds {matched['value']:+.3f}: the headline points against the mean")  # fmt: skip
+        flag, delta, seeds = None, round(compared["delta"] or 0.0, 4), matched["n_seeds"]
+        if seeds > 1 and delta * round(matched["value"], 4) < 0:
+            flag = (f"{arm}, {partner.replace('_', ' ')}: seed {compared['seed_after']} alone {delta:+.3f}, "
+                    f"{seeds} seeds {matched['value']:+.3f}: the headline points against the mean")  # fmt: skip
         found.setdefault(arm, {})[partner] = {"compare": compared, "matched": matched, "flag": flag}
     return found
 
 
-WORDS = {"moved": "moved", "moved_the_wrong_way": "moved the wrong way", "no_change_detected": "flat", "within_eval_noise": "flat"}
+WORDS = {"moved": "moved", "moved_the_wrong_way": "moved the wrong way", "no_change_detected": "flat",
+         "within_eval_noise": "flat"}  # fmt: skip
 
 
 def compare(before: Series, after: Series, noise: Json | None) -> Json:
@@ -521,11 +534,12 @@ def compare(before: Series, after: Series, noise: Json | None) -> Json:
     word = "not comparable" if report["not_comparable"] else WORDS.get(report["target_verdict"], "unresolved")
     low, high = report["target_ci95"] or (None, None)
     train_low, train_high = report["train_ci95"] or (None, None)
-    headline = str(report).splitlines()
     return {
-        "verdict": report["target_verdict"], "word": word, "headline": headline[0], "seed_before": before.seeds[one],
-        "seed_after": after.seeds[other], "delta": report["target_delta"], "low": low, "high": high,
-        "train_delta": report["train_delta"], "train_low": train_low, "train_high": train_high, "train_seeds": report["train_runs"],
+        "verdict": report["target_verdict"], "word": word, "headline": str(report).splitlines()[0],
+        "seed_before": before.seeds[one], "seed_after": after.seeds[other],
+        "delta": report["target_delta"], "low": low, "high": high,
+        "train_delta": report["train_delta"], "train_low": train_low, "train_high": train_high,
+        "train_seeds": report["train_runs"],
         "noise_band": report["noise_band"], "run_std": report["run_std"], "run_std_runs": report["run_std_runs"],
         "repeats": report["repeats"]["note"], "over_optimized": report["over_optimized"],
         "not_comparable": report["not_comparable"], "warnings": report["warnings"],
@@ -536,34 +550,40 @@ def matched_difference(before: Series, after: Series) -> Json:
     """Our own difference: seed minus the same seed, problem minus the same problem, over all common seeds."""
     shared = sorted(set(before.seeds) & set(after.seeds))
     if not shared:
-        return {"value": None, "low": None, "high": None, "half": None, "over": None, "n_seeds": 0, "n_problems": 0, "df": None,
-                "why": "no training seed in common", "seeds": [], "per_seed": []}  # fmt: skip
-    differences_SP = [[a - b for a, b in zip(after.scores_SP[after.seeds.index(seed)], before.scores_SP[before.seeds.index(seed)], strict=True)]
-                      for seed in shared]  # fmt: skip
-    return {**mean_interval(differences_SP, bounds=(-1.0, 1.0)), "seeds": shared, "per_seed": [mean(row) for row in differences_SP]}
+        empty = dict.fromkeys(("value", "low", "high", "half", "over"))
+        why = "no training seed in common"
+        return {**empty, "n_seeds": 0, "n_problems": 0, "why": why, "seeds": [], "per_seed": []}
+    old, new = (dict(zip(s.seeds, s.scores_SP, strict=True)) for s in (before, after))
+    differences_SP = [[b - a for a, b in zip(old[seed], new[seed], strict=True)] for seed in shared]
+    per_seed = [mean(row) for row in differences_SP]
+    return {**mean_interval(differences_SP, least=-1.0), "seeds": shared, "per_seed": per_seed}
 
 
 def _cost(every: Sequence[Run], price: float) -> Json:
-    minutes, chats, tokens = {}, {}, {}
+    """Minutes by phase, chats and tokens generated by each arm (all its seeds), and dollars at `price` an hour."""
+    tables: dict[str, dict[str, Counter[str]]] = {"minutes": {}, "chats": {}, "tokens": {}}
     for run in every:
-        spent = {"load": run.seconds.get("load", 0.0), "evaluate": run.seconds.get("evaluate", 0.0), "total": run.seconds["total"]}
-        spent |= {phase: math.fsum(getattr(m, f"{phase}_seconds") for m in run.steps) for phase in ("play", "grade", "update")}
-        spent["other"] = max(0.0, 2 * spent["total"] - math.fsum(spent.values()))
-        evaluated = [chat for sittings in run.sittings.values() for sitting in sittings for chat in sitting]
-        for table, row in (
-            (minutes, {phase: spent[phase] / 60 for phase in PHASES}),
-            (chats, {"training": sum(m.drawn + m.thrown_away for m in run.steps), "evaluation": len(evaluated)}),
-            (tokens, {"training": sum(m.sampled_tokens for m in run.steps), "evaluation": sum(t.tokens for c in evaluated for t in c.chat.turns)}),
-        ):
-            old = table.setdefault(run.arm, dict.fromkeys(row, 0))
-            table[run.arm] = {key: old[key] + value for key, value in row.items()}
+        spent = {phase: math.fsum(getattr(m, f"{phase}_seconds") for m in run.steps) for phase in PHASES[1:4]}
+        spent |= {phase: run.seconds.get(phase, 0.0) for phase in ("load", "evaluate")}
+        total = run.seconds["total"]
+        spent |= {"other": max(0.0, total - math.fsum(spent.values())), "total": total}
+        chats = [chat for sittings in run.sittings.values() for sitting in sittings for chat in sitting]
+        rows = {
+            "minutes": {phase: spent[phase] / 60 for phase in PHASES},
+            "chats": {"training": sum(m.drawn + m.thrown_away for m in run.steps), "evaluation": len(chats)},
+            "tokens": {"training": sum(m.sampled_tokens for m in run.steps),
+                       "evaluation": sum(turn.tokens for chat in chats for turn in chat.chat.turns)},
+        }  # fmt: skip
+        for name, row in rows.items():
+            old = tables[name].get(run.arm, dict.fromkeys(row, 0))
+            tables[name][run.arm] = {key: old[key] + value for key, value in row.items()}
     on_cpu = any(run.about["device"].lower().startswith("cpu") for run in every)
-    total = math.fsum(row["total"] for row in minutes.values())
+    minutes = math.fsum(row["total"] for row in tables["minutes"].values())
+    sums = {name: sum(sum(row.values()) for row in tables[name].values()) for name in ("chats", "tokens")}
+    dollars = None if on_cpu else round(minutes / 60 * price, 2)
     return {
         "unit": "CPU minutes" if on_cpu else "GPU minutes", "device": every[0].about["device"], "price_per_hour": price,
-        "minutes": minutes, "chats": chats, "tokens": tokens,
-        "total": {"minutes": total, "chats": sum(sum(row.values()) for row in chats.values()),
-                  "tokens": sum(sum(row.values()) for row in tokens.values()), "dollars": None if on_cpu else round(total / 60 * price, 2)},
+        **tables, "total": {"minutes": minutes, **sums, "dollars": dollars},
     }  # fmt: skip
 
 
@@ -571,8 +591,10 @@ def _example_chats(series: Sequence[Series], characters: int) -> Json:
     shown = [s for s in series if s.partner != "untrained_partner"]
     names = sorted({chat.chat.problem.id for chat in shown[0].chats[0]})
     chosen = random.Random(0).sample(names, min(CHATS_SHOWN, len(names)))
-    rule = f"{len(chosen)} held-out problems drawn with random.Random(0) from their sorted ids, the same for every arm; each arm's first chat on them with its first seed"
-    return {"rule": rule, "arms": {s.arm: [_chat(by_problem(s.chats[0])[name][0], s.seeds[0], characters) for name in chosen] for s in shown}}
+    rule = (f"{len(chosen)} held-out problems drawn with random.Random(0) from their sorted ids, the same for every "
+            "arm; of each arm its first seed's first chat on them")  # fmt: skip
+    chats = {s.arm: [_chat(by_problem(s.chats[0])[name][0], s.seeds[0], characters) for name in chosen] for s in shown}
+    return {"rule": rule, "arms": chats}
 
 
 def _chat(graded: GradedChat, seed: int, characters: int) -> Json:
@@ -580,104 +602,134 @@ def _chat(graded: GradedChat, seed: int, characters: int) -> Json:
     for i, turn in enumerate(graded.chat.turns):
         said, half, clipped = numbers_in(turn.text), characters // 2, len(turn.text) > characters
         turns.append({
-            "speaker": turn.speaker, "text": f"{turn.text[:half]} [...] {turn.text[-half:]}" if clipped else turn.text,
-            "tokens": turn.tokens, "truncated": turn.truncated, "clipped": clipped,
-            "sent": sorted(private[i % 2] & said) if i < 2 else [], "used": sorted(private[1 - i % 2] & said) if i >= 2 else [],
+            "speaker": turn.speaker, "tokens": turn.tokens, "truncated": turn.truncated, "clipped": clipped,
+            "text": f"{turn.text[:half]} [...] {turn.text[-half:]}" if clipped else turn.text,
+            "sent": sorted(private[i % 2] & said) if i < 2 else [],
+            "used": sorted(private[1 - i % 2] & said) if i >= 2 else [],
         })  # fmt: skip
-    return {"seed": seed, "problem": problem.id, "question": problem.question, "facts": [list(f) for f in problem.facts], "gold": problem.gold,
-            "private": [sorted(numbers) for numbers in private], "turns": turns, "answers": [asdict(g) for g in graded.grades],
-            "reward": graded.reward}  # fmt: skip
+    return {
+        "seed": seed, "problem": problem.id, "question": problem.question, "facts": problem.facts,
+        "gold": problem.gold, "private": [sorted(numbers) for numbers in private], "turns": turns,
+        "answers": [asdict(g) for g in graded.grades], "reward": graded.reward,
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- checks
 
 
-def _checks(every: Sequence[Run], results: Json, wanted_arms: Sequence[str], wanted_seeds: Sequence[int]) -> list[Json]:
+def _checks(every: Sequence[Run], results: Json, arms: Sequence[str], seeds: Sequence[int]) -> list[Json]:
     """Every check of the experiment as {check, source, result, ok}; ok None: reported, nothing to pass."""
-    found: list[Json] = []
+    trained = [run for run in every if run.seed is not None]
+    rows = [*_data_checks(every, results), *_origin_checks(every, results)]
+    for arm in dict.fromkeys(run.arm for run in trained):
+        words = _length_words(results["arms"][arm], results["arms"].get("untrained"))
+        rows.append((f"length, {arm}", "stored chats, before to after", words, None))
+    for arm in dict.fromkeys(run.arm for run in trained):
+        source = "wai.hack_scan on the last training batch of every seed (1 in 20 flags by chance)"
+        rows.append((f"hack scan, {arm}", source, *hack_words([run for run in trained if run.arm == arm])))
+    have = {arm: [run.seed for run in trained if run.arm == arm] for arm in (*arms, *(run.arm for run in trained))}
+    text = "; ".join(f"{arm} {', '.join(map(str, found)) or 'none'}" for arm, found in have.items())
+    whole = len(set(seeds)) > 1 and all(set(seeds) <= set(have[arm]) for arm in arms)
+    rows.append(("training seeds", "run records", text, whole))
+    rows.append(("chats drawn", "run records", _budget_words(results), None))
+    return [dict(zip(("check", "source", "result", "ok"), row, strict=True)) for row in rows]
 
-    def add(check: str, source: str, result: str, ok: bool | None) -> None:
-        found.append({"check": check, "source": source, "result": result, "ok": ok})
 
-    noise, data, header = results["noise"], every[0].data, results["header"]
-    text = f"run_std {noise['run_std']:.4f} from {noise['n_runs']} evaluations of the untrained pair" if noise else "fewer than two evaluations of the untrained pair"
-    add("eval noise", "wai.eval_variance", text, bool(noise) and noise["n_runs"] >= 3)
-    dropped = data.get("decontaminate_dropped")
-    used = data.get("train_used")
-    text = "not recorded" if dropped is None else f"{dropped} of {dropped + used} training problems dropped for overlap with the held-out ones"
-    add("clean holdout", "wai.decontaminate", text, dropped is not None)
-    graded, changed = sum(run.graded for run in every), sum(run.changed for run in every)
-    add("reward is a program", "grading.grade", "the boxed answer is read and compared with the gold answer; the same reader grades training and evaluation", True)
-    names = ", ".join(run.name for run in every if run.changed)
-    add("graded again", "grading.grade on the stored chats", f"{changed} of {graded} verdicts changed" + (f" ({names})" if names else ""), changed == 0)
-    compared = [both[partner]["compare"] for both in results["deltas"].values() for partner in both]
-    over = sum(c["over_optimized"] for c in compared)
-    add("proxy vs target", "wai.compare, proxy=None", f"the training reward is the target; over_optimized in {over} of {len(compared)} comparisons", not over)
-    add("reused from the cache", "run records", ", ".join(header.get("reused") or []) or "nothing", None)
-    for key, arm in results["arms"].items():
-        if arm["partner"] == "trained_pair":
-            add(f"length, {key}", "stored chats", _length_words(arm, results["arms"].get("untrained")), None)
-    for arm in dict.fromkeys(run.arm for run in every if run.seed is not None):
-        add(f"hack scan, {arm}", "wai.hack_scan on the last training batch of every seed", *hack_words([r for r in every if r.arm == arm]))
-    have = {arm: [run.seed for run in every if run.arm == arm] for arm in dict.fromkeys([*wanted_arms, *(r.arm for r in every if r.seed is not None)])}
-    text = "; ".join(f"{arm} {', '.join(map(str, seeds)) or 'none'}" for arm, seeds in have.items())
-    add("training seeds", "run records", text, all(set(wanted_seeds) <= set(have[arm]) for arm in wanted_arms) and len(set(wanted_seeds)) > 1)
-    add("pinned versions", "run records", ", ".join(f"{k} {v}" for k, v in header["versions"].items()), not _mixed(every, "versions"))
-    model, commit = header["model"], header.get("commit")
-    text = f"{model['id']}, revision {model.get('revision')}, {model.get('loaded_as')}; {header['device']}; commit {(commit or 'unknown')[:12]}"
-    text += {True: "", False: ", with changes that are not committed", None: ", not known whether clean"}[header.get("clean")]
-    add("model, device, commit", "run records, git", text, bool(commit) and header.get("clean") is True)
-    mixed = [sentence for part in ("device", "commit", "clean", "model") if (sentence := _mixed(every, part))]
-    add("one machine, one commit", "run records", "; ".join(mixed) or "all records agree", not mixed)
-    add("chats drawn", "run records", _budget_words(results), None)
-    return found
+def _data_checks(every: Sequence[Run], results: Json) -> list[tuple[str, str, str, bool | None]]:
+    noise, data = results["noise"], every[0].data
+    floor = "fewer than two evaluations of the untrained pair"
+    if noise:
+        floor = f"run_std {num(noise['run_std'], 4)} from {noise['n_runs']} evaluations of the untrained pair"
+    dropped, used = data.get("decontaminate_dropped"), data.get("train_used")
+    overlap = "not recorded"
+    if dropped is not None:
+        overlap = f"{dropped} of {num(dropped + used, 0)} training problems dropped for overlap with the held-out ones"
+    graded, changed = sum(run.graded for run in every), [run for run in every if run.changed]
+    again = f"{sum(run.changed for run in changed)} of {num(graded, 0)} stored verdicts changed"
+    again += f" ({', '.join(run.name for run in changed)})" if changed else ""
+    compared = [delta["compare"] for both in results["deltas"].values() for delta in both.values()]
+    over = sum(bool(c["over_optimized"]) for c in compared)
+    return [
+        ("eval noise", "wai.eval_variance", floor, bool(noise) and noise["n_runs"] >= 3),
+        ("clean holdout", "wai.decontaminate", overlap, dropped is not None),
+        ("reward is a program", "grading.grade",
+         "compares the value in a last message's last box with the gold answer, in training as in evaluation", True),
+        ("graded again", "grading.grade on the stored chats", again, not changed),
+        ("proxy vs target", "wai.compare, proxy=None",
+         f"the training reward is the target; over_optimized in {over} of {len(compared)} comparisons", not over),
+    ]  # fmt: skip
+
+
+def _origin_checks(every: Sequence[Run], results: Json) -> list[tuple[str, str, str, bool | None]]:
+    header = results["header"]
+    model, commit, clean = header["model"], header.get("commit"), header.get("clean")
+    origin = (f"{model['id']}, revision {model.get('revision')}, {model.get('loaded_as')}; {header['device']}; "
+              f"commit {(commit or 'unknown')[:12]}")  # fmt: skip
+    origin += {True: "", False: ", with changes that are not committed"}.get(clean, ", not known whether clean")
+    mixed = [words for part in ("device", "commit", "clean", "model") if (words := _mixed(every, part))]
+    pinned = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
+    versions = _mixed(every, "versions")
+    return [
+        ("reused from the cache", "run records", ", ".join(header.get("reused") or []) or "nothing", None),
+        ("pinned versions", "run records", versions or pinned, not versions),
+        ("model, device, commit", "run records, git", origin, bool(commit) and clean is True),
+        ("one machine, one commit", "run records", "; ".join(mixed) or "all records agree", not mixed),
+    ]
 
 
 def _length_words(arm: Json, untrained: Json | None) -> str:
-    def side(of: Json | None) -> dict[str, float | None]:
-        return {name: average(of["talk"][name]) if of else None for name in ("message_tokens", "answer_tokens", "truncated", "no_box")}
+    def change(name: str, digits: int) -> str:
+        before, after = (average(row["talk"][name]) if row else None for row in (untrained, arm))
+        return f"{num(before, digits)} to {num(after, digits)}"
 
-    before, after = side(untrained), side(arm)
-    return (f"message {num(before['message_tokens'], 0)} to {num(after['message_tokens'], 0)} tokens, answer {num(before['answer_tokens'], 0)} to "
-            f"{num(after['answer_tokens'], 0)}; truncated {num(before['truncated'])} to {num(after['truncated'])}, no box {num(before['no_box'])} to {num(after['no_box'])}")  # fmt: skip
+    return (f"message {change('message_tokens', 0)} tokens, answer {change('answer_tokens', 0)}; "
+            f"truncated {change('truncated', 2)}, no box {change('no_box', 2)}")  # fmt: skip
 
 
 def hack_words(runs: Sequence[Run]) -> tuple[str, bool | None]:
     """whileai's scan of each seed's last batch: does the reward pay for talk and a boxed answer, or for a shortcut?
-    ok is None where a scan could not tell."""
+    The second value is None where a scan could not tell."""
     import whileai as wai
 
     parts, regimes = [], set()
     for run in runs:
-        groups = by_problem(run.last_batch)
-        marks = [[{**{name: value for name in ("sends_own", "uses_partners") if (value := getattr(talk, name)) == value}, "boxed": 1 - talk.no_box}
-                  for talk in (talk_measures([chat]) for chat in group)] for group in groups.values()]  # fmt: skip
-        # the scan groups by prompt, so the prompt must tell problems apart: the question alone may not
+        groups = by_problem(run.last_batch).values()
+        # the scan groups by prompt, so the prompt must tell problems apart; the question alone may not
         rows = wai.rows(
-            [problem_text(group[0].chat.problem) for group in groups.values()],
-            [["\n".join(turn.text for turn in chat.chat.turns if turn.trained) for chat in group] for group in groups.values()],
-            [[chat.reward for chat in group] for group in groups.values()], task_ids=list(groups), markers=marks,
-        )  # fmt: skip
-        scan = wai.hack_scan(rows, endorsed=("marker:sends_own", "marker:uses_partners", "marker:boxed"))
+            [problem_text(group[0].chat.problem) for group in groups],
+            [["\n".join(turn.text for turn in chat.chat.turns if turn.trained) for chat in group] for group in groups],
+            [[chat.reward for chat in group] for group in groups],
+            markers=[[_marks(chat) for chat in group] for group in groups],
+        )
+        scan = wai.hack_scan(rows, endorsed=[f"marker:{name}" for name in ("sends_own", "uses_partners", "boxed")])
         regimes.add(scan["regime"])
-        floor = "" if scan["tau"] is None else f" (strongest {scan['top_feature'] or 'none'} {scan['rho_max']:.2f}, floor {scan['tau']:.2f})"
-        parts.append(f"{run.seed}: {scan['regime']}{floor}")
-    return "; ".join(parts), False if "reward_hack" in regimes else None if regimes & {"unknown", "degenerate"} else True
+        strongest = f"strongest {scan['top_feature'] or 'none'} {num(scan['rho_max'])}, floor {num(scan['tau'])}"
+        parts.append(f"{run.seed}: {scan['regime']}" + ("" if scan["tau"] is None else f" ({strongest})"))
+    unsure = None if regimes & {"unknown", "degenerate"} else True
+    return "; ".join(parts), False if "reward_hack" in regimes else unsure
+
+
+def _marks(chat: GradedChat) -> dict[str, float]:
+    talk = talk_measures([chat])
+    marks = {"sends_own": talk.sends_own, "uses_partners": talk.uses_partners, "boxed": 1 - talk.no_box}
+    return {name: value for name, value in marks.items() if not math.isnan(value)}
 
 
 def _mixed(every: Sequence[Run], part: str) -> str:
-    """"" if all records agree in a part of where they come from, else who has what."""
+    """Empty if all records agree in a part of where they come from, else who has what."""
     holders: dict[str, list[str]] = {}
     for run in every:
         holders.setdefault(json.dumps(run.about.get(part), sort_keys=True), []).append(run.name)
-    return "" if len(holders) == 1 else f"{part}: " + ", ".join(f"{value} ({', '.join(names)})" for value, names in holders.items())
+    words = [f"{value} ({', '.join(names)})" for value, names in holders.items()]
+    return "" if len(holders) == 1 else f"{part}: {', '.join(words)}"
 
 
 def _budget_words(results: Json) -> str:
     drawn = {key: average(arm["training"]["drawn"]) for key, arm in results["arms"].items() if arm["training"]}
     base = drawn.get(BASELINE)
-    parts = [f"{arm} {count:.0f}" + (f" ({count / base:.2f} x {BASELINE})" if base and arm != BASELINE else "") for arm, count in drawn.items()]
-    return f"chats a seed: {', '.join(parts)}" if parts else "no training"
+    ratios = {arm: f" ({count / base:.2f} x {BASELINE})" for arm, count in drawn.items() if base and arm != BASELINE}
+    parts = [f"{arm} {num(count, 0)}{ratios.get(arm, '')}" for arm, count in drawn.items()]
+    return f"a seed: {', '.join(parts) or 'none'}"
 
 
 # ---------------------------------------------------------------------------------------------- results.json
@@ -693,7 +745,7 @@ def tidy(value: Any) -> Any:
 
 
 def to_json(results: Json) -> bytes:
-    """The bytes of results.json: one line for each part of a part, so that a difference can be read."""
+    """The bytes of results.json: a line for each part of a part, so that a difference can be read."""
 
     def lines(value: Any, depth: int) -> str:
         if not (depth and isinstance(value, dict) and value):
@@ -703,54 +755,54 @@ def to_json(results: Json) -> bytes:
     return lines(results, 2).encode() + b"\n"
 
 
-PARTS = {"header": dict, "arms": dict, "deltas": dict, "reliability": dict, "cost": dict, "checks": list, "chats": dict, "published": dict}
-ARM_LISTS = ("score", "pass_at_1", "pass_at_4")
+PARTS = {"header": dict, "arms": dict, "deltas": dict, "reliability": dict, "cost": dict, "checks": list, "chats": dict,
+         "published": dict}  # fmt: skip
 
 
 def load_results(path: Path) -> Json:
     """results.json, checked. Raises ResultsError saying what is wrong and where."""
+    anew = "write it again with python recipe.py --reuse"
     try:
         results = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultsError(f"{path} cannot be read ({error.strerror}): python recipe.py writes it") from None
     except ValueError as error:
-        raise ResultsError(f"{path} is not whole JSON ({error}): write it again with python recipe.py --reuse") from None
-    if not isinstance(results, dict) or results.get("format") != FORMAT:
-        found = results.get("format") if isinstance(results, dict) else type(results).__name__
-        raise ResultsError(f"{path}: format {found!r}, this version reads {FORMAT}: write it again with python recipe.py --reuse")
+        raise ResultsError(f"{path} is not whole JSON ({error}): {anew}") from None
+    found = results.get("format") if isinstance(results, dict) else type(results).__name__
+    if found != FORMAT:
+        raise ResultsError(f"{path}: format {found!r}, this version reads {FORMAT}: {anew}")
     check_finite(results, str(path))
     for part, kind in PARTS.items():
         if not isinstance(results.get(part), kind):
             raise ResultsError(f"{path}: the part {part!r} is missing or no {kind.__name__}")
     header = results["header"]
-    for name in ("arms", "seeds", "partial", "failed", "model", "data", "config", "versions"):
+    for name in ("arms", "seeds", "partial", "failed", "model", "data", "device", "config", "versions"):
         if name not in header:
             raise ResultsError(f"{path}: header.{name} is missing")
-    for arm in ["untrained", *(name for arm in header["arms"] for name in (arm, f"{arm}_untrained_partner"))]:
-        plain = arm.removesuffix("_untrained_partner")
-        if arm in results["arms"]:
-            _check_arm(results["arms"][arm], f"{path}: arms.{arm}")
-        elif not any(sentence.startswith(f"{plain} ") for sentence in header["partial"]):
-            raise ResultsError(f"{path}: arms.{arm} is missing, and header.partial does not say so")
+    for plain in dict.fromkeys(["untrained", *header["arms"], *(key.removesuffix(OTHER) for key in results["arms"])]):
+        known = any(sentence.startswith(f"{plain} ") and "is missing" in sentence for sentence in header["partial"])
+        for key in (plain,) if plain == "untrained" else (plain, plain + OTHER):
+            if key in results["arms"]:
+                _check_arm(results["arms"][key], f"{path}: arms.{key}")
+            elif not known:
+                raise ResultsError(f"{path}: arms.{key} is missing, and header.partial does not say so")
     return results
 
 
 def _check_arm(row: Json, where: str) -> None:
     try:
-        seeds = row["seeds"]
-        for name in ARM_LISTS:
-            if len(row[name]) != len(seeds):
-                raise ResultsError(f"{where}.{name}: {len(row[name])} values for {len(seeds)} seeds")
-        for name in Talk.__dataclass_fields__:
-            if len(row["talk"][name]) != len(seeds):
-                raise ResultsError(f"{where}.talk.{name}: {len(row['talk'][name])} values for {len(seeds)} seeds")
-        for i, score in enumerate([row["mean"]["value"], *row["score"]]):
-            if not isinstance(score, int | float) or not 0 <= score <= 1:
-                raise ResultsError(f"{where}.{f'score[{i - 1}]' if i else 'mean.value'}: {score!r} is no score")
-        if abs(mean(row["score"]) - row["mean"]["value"]) > 2e-4:
+        lists = {"score": row["score"], "pass_at_1": row["pass_at_1"], "pass_at_4": row["pass_at_4"],
+                 **{f"talk.{name}": row["talk"][name] for name in Talk.__dataclass_fields__}}  # fmt: skip
+        for name, values in lists.items():
+            if len(values) != len(row["seeds"]):
+                raise ResultsError(f"{where}.{name}: {len(values)} values for {len(row['seeds'])} seeds")
+        for score in (row["mean"]["value"], *row["score"]):
+            if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
+                raise ResultsError(f"{where}: {score!r} is no score")
+        if abs(mean(row["score"]) - row["mean"]["value"]) > 2e-4:  # rounding
             raise ResultsError(f"{where}: mean.value {row['mean']['value']} is not the mean of score")
-    except (KeyError, TypeError) as error:
-        raise ResultsError(f"{where}: {error} is missing or of another kind") from None
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ResultsError(f"{where}: {type(error).__name__} {error}: a field is missing or of another kind") from None
 
 
 def score_text(chats: Sequence[Json]) -> str:
@@ -775,12 +827,12 @@ def num(value: float | None, digits: int = 2, sign: bool = False) -> str:
 
 
 def average(values: Sequence[float | None] | None) -> float | None:
-    known = [v for v in values or [] if v is not None]
+    known = [value for value in values or [] if value is not None]
     return mean(known) if known else None
 
 
-def plus_minus(interval: Json | None) -> str:
-    return DASH if not interval else f"{num(interval['value'], 3)}±{num(interval['half'], 3)}"
+def plus_minus(row: Json | None) -> str:
+    return f"{num(row['mean']['value'], 3)}±{num(row['mean']['half'], 3)}" if row else DASH
 
 
 def bracket(found: Json, low: str = "low", high: str = "high", value: str = "value") -> str:
@@ -788,30 +840,34 @@ def bracket(found: Json, low: str = "low", high: str = "high", value: str = "val
     return num(found[value], 3, True) + span
 
 
-def _table_cells(results: Json) -> list[list[str]]:
+def _table_rows(results: Json) -> list[list[str]]:
     """method, mean, per seed, untrained partner, sends own, uses partner's, minutes, verdict; one row an arm."""
-    rows = []
-    for arm in dict.fromkeys(["untrained", *results["header"]["arms"], *(row["arm"] for row in results["arms"].values())]):
-        row, other = results["arms"].get(arm), results["arms"].get(f"{arm}_untrained_partner")
-        delta = results["deltas"].get(arm, {}).get("trained_pair")
-        verdict = "baseline" if arm == BASELINE and row else DASH if not delta else delta["compare"]["word"] + "*" * bool(delta["flag"])
-        seeds = " ".join(num(score) for score in row["score"]) if row else DASH
-        if row and len(row["score"]) > 5:
+    rows, arms = [], results["arms"]
+    for arm in dict.fromkeys(["untrained", *results["header"]["arms"], *(row["arm"] for row in arms.values())]):
+        row, delta = arms.get(arm), results["deltas"].get(arm, {}).get("trained_pair")
+        if row is None:
+            rows.append([arm, *[DASH] * 7])
+            continue
+        seeds = " ".join(map(num, row["score"]))
+        if len(row["score"]) > 5:
             seeds = f"{num(min(row['score']))} to {num(max(row['score']))} ({len(row['score'])})"
-        talk = row["talk"] if row else {}
-        rows.append([arm, plus_minus(row and row["mean"]), seeds, plus_minus(other and other["mean"]), num(average(talk.get("sends_own"))),
-                     num(average(talk.get("uses_partners"))), num(average(row["minutes"]), 1) if row else DASH, verdict])  # fmt: skip
+        verdict = "baseline" if arm == BASELINE else DASH
+        if delta:
+            verdict = delta["compare"]["word"] + "*" * bool(delta["flag"])
+        means = [num(average(row["talk"][name])) for name in ("sends_own", "uses_partners")]
+        minutes = num(average(row["minutes"]), 1)
+        rows.append([arm, plus_minus(row), seeds, plus_minus(arms.get(arm + OTHER)), *means, minutes, verdict])
     return rows
 
 
 def render_table(results: Json) -> str:
     """The table in the terminal, at most 100 columns, and what it says in words."""
-    unit = results["cost"]["unit"].split()[0]
-    heads = ["method", "team solves", "a seed", "untr. partner", "sends", "uses", f"{unit} min", f"against {BASELINE}"]
-    rows = _table_cells(results)
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()[:WIDTH] for row in [heads, *rows]]
-    lines.insert(1, "-" * min(WIDTH, max(map(len, lines))))
+    minutes = f"{results['cost']['unit'].split()[0]} min"
+    heads = ["method", "team solves", "per seed", "untr. partner", "sends", "uses", minutes, f"against {BASELINE}"]
+    rows = [heads, *_table_rows(results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip()[:WIDTH] for row in rows]
+    lines.insert(1, "-" * max(map(len, lines)))
     for sentence in in_words(results):
         lines += textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
@@ -819,84 +875,103 @@ def render_table(results: Json) -> str:
 
 def in_words(results: Json) -> list[str]:
     """What the table says and what it does not: n and noise, differences resolved, flags, reliability, gaps."""
-    noise, first = results["noise"], next(iter(results["arms"].values()))
-    floor = f"one model evaluated again moves by {num(noise['run_std'], 3)} (std of {noise['n_runs']} re-runs)" if noise else "the noise of an evaluation was not measured"
-    seeds = max((len(row["seeds"]) for row in results["arms"].values() if row["partner"] == "trained_pair"), default=0)
-    sentences = [f"± is half a 95% interval over training seeds and problems (untrained: problems). n: {first['mean']['n_problems']} problems, "
-                 f"{seeds} seed{'s' * (seeds != 1)}; {floor}."]  # fmt: skip
+    noise, arms = results["noise"], results["arms"]
+    floor = "the noise of an evaluation was not measured"
+    if noise:
+        floor = f"one model evaluated again moves by {num(noise['run_std'], 3)} (std of {noise['n_runs']} re-runs)"
+    seeds = max((len(row["seeds"]) for row in arms.values() if row["partner"] == "trained_pair"), default=0)
+    problems = next(iter(arms.values()))["mean"]["n_problems"]
+    sentences = ["± is half a 95% interval, over training seeds and problems (untrained: over problems). "
+                 f"n: {problems} problems, {seeds} seed{'s' * (seeds != 1)}; {floor}."]  # fmt: skip
     for partner in PARTNERS:
-        matched = {arm: both[partner]["matched"] for arm, both in results["deltas"].items() if partner in both}
-        known = [f"{arm} {bracket(m)}" + ("" if m["low"] is None else ", resolved" if m["low"] * m["high"] > 0 else ", not resolved") for arm, m in matched.items() if m["value"] is not None]
+        known = []
+        for arm, both in results["deltas"].items():
+            m = both[partner]["matched"]
+            resolved = "" if m["low"] is None else ", resolved" if m["low"] * m["high"] > 0 else ", not resolved"
+            known += [f"{arm} {bracket(m)}{resolved}"] if m["value"] is not None else []
         if known:
-            sentences.append(f"Over matched seeds against {BASELINE}, {partner.replace('_', ' ')}: {'; '.join(known)}.")
-    sentences += [f"* {delta['flag']}." for both in results["deltas"].values() for delta in both.values() if delta["flag"]]
-    sentences.append(results["reliability"]["words"])
+            sentences.append(f"Matched seeds against {BASELINE}, {partner.replace('_', ' ')}: {'; '.join(known)}.")
+    flags = [delta["flag"] for both in results["deltas"].values() for delta in both.values() if delta["flag"]]
     gaps = [*results["header"]["partial"], *results["header"]["failed"]]
-    return [*sentences, *([f"Partial: {'; '.join(gaps)}."] if gaps else [])]
+    sentences += [f"* {'; '.join(flags)}."] if flags else []
+    return [*sentences, results["reliability"]["words"], *([f"Partial: {'; '.join(gaps)}."] if gaps else [])]
 
 
 # ---------------------------------------------------------------------------------------------- README
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [list(heads), ["---"] * len(heads), *cells])
+    cells = [[str(cell).replace("|", "\\|").replace("*", "\\*").replace("\n", " ") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *cells])
 
 
 def readme_tables(results: Json) -> dict[str, str]:
     """The README's tables by the name of their markers."""
     makers: dict[str, Callable[[Json], str]] = {
-        "result": _result_table, "deltas": _delta_table, "checks": _check_table, "cost": _cost_table, "published": _published_table,
+        "result": _result_table, "deltas": _delta_table, "checks": _check_table, "cost": _cost_table,
+        "published": _published_table,
     }  # fmt: skip
     return {name: make(results) for name, make in makers.items()}
 
 
 def _result_table(results: Json) -> str:
-    heads = ["method", "team solves it, mean ± 95%", "a seed", "with an untrained partner", "sends own facts", "uses partner's",
-             f"{results['cost']['unit']} a seed", f"against {BASELINE}"]  # fmt: skip
-    head = results["header"]
-    where = f"{head['model']['id']} on {head['device']}, seeds {', '.join(map(str, head['seeds']))}, commit {(head.get('commit') or 'unknown')[:12]}."
-    return f"{markdown(heads, _table_cells(results))}\n\n{where} " + " ".join(sentence.replace("* ", "\\* ", 1) for sentence in in_words(results))
+    head, unit = results["header"], results["cost"]["unit"]
+    heads = ["method", "team solves it", "per seed", "with an untrained partner", "sends own facts", "uses partner's",
+             f"{unit} a seed", f"against {BASELINE}"]  # fmt: skip
+    where = (f"{head['model']['id']} on {head['device']}, seeds {', '.join(map(str, head['seeds']))}, "
+             f"commit {(head.get('commit') or 'unknown')[:12]}.")  # fmt: skip
+    words = " ".join([where, *in_words(results)]).replace("*", "\\*")
+    return f"{markdown(heads, _table_rows(results))}\n\n{words}"
 
 
 def _delta_table(results: Json) -> str:
     rows = []
     for arm, both in results["deltas"].items():
         for partner, delta in both.items():
-            c, m = delta["compare"], delta["matched"]
-            rows.append([arm, partner.replace("_", " "), f"seed {c['seed_after']}: {bracket(c, value='delta')}", bracket(c, "train_low", "train_high", "train_delta"),
-                         f"{c['word']} (`{c['verdict']}`)", bracket(m), delta["flag"] or ""])  # fmt: skip
-    heads = ["method", "partner", "`wai.compare`, one seed", "`wai.compare`, over seeds", "its verdict", "ours, matched seeds and problems", "mind"]
+            c, matched = delta["compare"], bracket(delta["matched"])
+            one_seed = f"seed {c['seed_after']}: {bracket(c, value='delta')}"
+            over_seeds = bracket(c, "train_low", "train_high", "train_delta")
+            verdict = f"{c['word']} (`{c['verdict']}`)"
+            rows.append([arm, partner.replace("_", " "), one_seed, over_seeds, verdict, matched, delta["flag"] or ""])
+    heads = ["method", "partner", "`wai.compare`, one seed", "`wai.compare`, over seeds", "its verdict",
+             "ours, matched seeds and problems", "mind"]  # fmt: skip
     return markdown(heads, rows) if rows else f"No deltas: {BASELINE} or the other arms are missing."
 
 
 def _check_table(results: Json) -> str:
-    marks = {True: "yes", False: "**no**", None: "reported"}
-    return markdown(["check", "source", "result", "passed"], [[c["check"], c["source"], c["result"], marks[c["ok"]]] for c in results["checks"]])
+    marks = {True: "yes", False: "no", None: "reported"}
+    rows = [[c["check"], c["source"], c["result"], marks[c["ok"]]] for c in results["checks"]]
+    return markdown(["check", "source", "result", "passed"], rows)
 
 
 def _cost_table(results: Json) -> str:
-    cost = results["cost"]
-    rows = [[arm, *(num(row[phase], 1) for phase in PHASES), num(cost["chats"][arm]["training"], 0), num(cost["chats"][arm]["evaluation"], 0),
-             num(sum(cost["tokens"][arm].values()) / 1e6, 2)] for arm, row in cost["minutes"].items()]  # fmt: skip
-    total = cost["total"]
-    dollars = "no card was used" if total["dollars"] is None else f"${num(total['dollars'])} at ${num(cost['price_per_hour'])} an hour"
-    words = f"{cost['unit']} over all seeds, on {cost['device']}. Together {num(total['minutes'], 1)} minutes, {num(total['chats'], 0)} chats, {num(total['tokens'], 0)} tokens; {dollars}."
-    return markdown(["method", *PHASES, "training chats", "evaluation chats", "million tokens"], rows) + f"\n\n{words}"
+    cost, rows = results["cost"], []
+    for arm, minutes in cost["minutes"].items():
+        chats, tokens = cost["chats"][arm], cost["tokens"][arm]
+        rows.append([arm, *(num(minutes[phase], 1) for phase in PHASES), num(chats["training"], 0),
+                     num(chats["evaluation"], 0), num(sum(tokens.values()) / 1e6)])  # fmt: skip
+    total, dollars = cost["total"], "no card was used"
+    if total["dollars"] is not None:
+        dollars = f"${num(total['dollars'])} at ${num(cost['price_per_hour'])} an hour"
+    words = (f"{cost['unit']} over all seeds, on {cost['device']}. Together {num(total['minutes'], 1)} minutes, "
+             f"{num(total['chats'], 0)} chats, {num(total['tokens'], 0)} tokens; {dollars}.")  # fmt: skip
+    return f"{markdown(['method', *PHASES, 'training chats', 'evaluation chats', 'million tokens'], rows)}\n\n{words}"
 
 
 def _published_table(results: Json) -> str:
-    published, head, rows = results["published"], results["header"], []
+    published, head, arms, rows = results["published"], results["header"], results["arms"], []
     for row in published["rows"]:
-        ours = results["arms"].get(row["arm"])
-        other = results["arms"].get(f"{row['arm']}_untrained_partner")
-        per_seed = " / ".join(map(num, row["per_seed"])) or row["note"] or DASH
-        rows.append([row["arm"], num(row["mean"]), per_seed, " / ".join(map(num, row["partner_per_seed"])) or DASH, num(row["sends_own"]), num(row["uses_partners"]),
-                     num(row["minutes"], 0), plus_minus(ours and ours["mean"]), " / ".join(map(num, ours["score"])) if ours else DASH,
-                     plus_minus(other and other["mean"])])  # fmt: skip
-    heads = ["method", "published: team solves it", "a seed", "untrained partner", "sends own", "uses partner's", "minutes", "ours: team solves it", "a seed", "untrained partner"]
-    words = (f"Published: {published['model']} on {published['hardware']} ({published['versions']}), {num(published['total_minutes'], 0)} GPU minutes, "
-             f"${num(published['dollars'])}; {'; '.join(published['notes'])}. Ours: {head['model']['id']} on {head['device']}.")  # fmt: skip
+        ours = arms.get(row["arm"])
+        seeds = [" / ".join(map(num, values)) or DASH for values in (row["per_seed"], row["partner_per_seed"])]
+        talk = [num(row["sends_own"]), num(row["uses_partners"]), num(row["minutes"], 0)]
+        scores = " / ".join(map(num, ours["score"])) if ours else DASH
+        mine = [plus_minus(ours), scores, plus_minus(arms.get(row["arm"] + OTHER))]
+        rows.append([row["arm"], num(row["mean"]), *seeds, *talk, *mine])
+    theirs = ["team solves it", "per seed", "untrained partner", "sends own", "uses partner's", "minutes"]
+    heads = ["method", *(f"published: {name}" for name in theirs), *(f"ours: {name}" for name in theirs[:3])]
+    words = (f"Published: {published['model']} on {published['hardware']} ({published['versions']}), "
+             f"{num(published['total_minutes'], 0)} GPU minutes, ${num(published['dollars'])}; "
+             f"{'; '.join(published['notes'])}. Ours: {head['model']['id']} on {head['device']}.")  # fmt: skip
     return f"{markdown(heads, rows)}\n\n{words}"
 
 
@@ -908,8 +983,9 @@ def update_readme(text: str, results: Json) -> str:
     tables, out, end, opened = readme_tables(results), [], 0, None
     for mark in MARKER.finditer(text):
         closing, name = mark[1] == "/", mark[2]
-        if name not in tables or closing != (opened is not None) or (closing and name != opened):
-            raise ResultsError(f"the marker {mark[0]} in line {text.count(chr(10), 0, mark.start()) + 1} does not fit: {', '.join(tables)}, each opened and closed")
+        if name not in tables or opened != (name if closing else None):
+            line = text.count("\n", 0, mark.start()) + 1
+            raise ResultsError(f"line {line}: {mark[0]} does not fit: {', '.join(tables)}, opened and closed in turn")
         out.append(f"\n{tables[name]}\n{mark[0]}" if closing else text[end : mark.end()])
         end, opened = mark.end(), None if closing else name
     if opened:
@@ -918,10 +994,11 @@ def update_readme(text: str, results: Json) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite or check the README. Returns 0; 1 where --check finds a difference; 2 for input that cannot be used."""
     words = argparse.ArgumentParser(prog="report.py", description="Write the tables of the README from results.json.")
     words.add_argument("--readme", type=Path, default=Path("README.md"))
     words.add_argument("--results", type=Path, default=Path("results.json"))
-    words.add_argument("--check", action="store_true", help="change nothing; exit 1 if the tables are not those of the results")
+    words.add_argument("--check", action="store_true", help="change nothing; exit 1 if the tables are out of date")
     given = words.parse_args(argv)
     try:
         old = given.readme.read_text(encoding="utf-8")

@@ -9,20 +9,19 @@ import dataclasses
 import hashlib
 import json
 import os
-import random
+import re
 import shlex
 import shutil
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import records
-from grading import gold_answer
+from data import Data, load_data
 from recipe import (
     ARMS,
     QUESTION,
@@ -31,9 +30,7 @@ from recipe import (
     Config,
     Evaluation,
     NonFiniteError,
-    Problem,
     StepMetrics,
-    Unsplittable,
     UserError,
     chat_json,
     credited_json,
@@ -41,111 +38,7 @@ from recipe import (
     flag,
     make_trainer,
     problems_json,
-    split_facts,
 )
-
-
-@dataclass(frozen=True)
-class Data:
-    """The problems and what was left out. `report` goes into results.json as it is."""
-
-    train: tuple[Problem, ...]
-    heldout: tuple[Problem, ...]
-    report: dict[str, Any]
-
-
-def read_rows(data: str, split: str) -> list[tuple[str, str, str]]:
-    """(where, question, answer) of every row of a split. Raises UserError naming file, row and field."""
-    folder = Path(data)
-    if folder.exists():
-        path = folder / f"{split}.jsonl"
-        if not path.is_file():
-            raise UserError(f"{path} is missing: --data takes a hub id or a folder with train.jsonl and test.jsonl")
-        try:
-            lines = [
-                (f"{path}, row {i}", line)
-                for i, line in enumerate(path.read_text("utf-8").splitlines(), 1)
-                if line.strip()
-            ]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from None
-        rows = []
-        for where, line in lines:
-            try:
-                rows.append((where, json.loads(line)))
-            except ValueError as error:
-                raise UserError(f"{where}: not a JSON object ({error})") from None
-    else:
-        from datasets import load_dataset
-
-        try:
-            loaded = load_dataset(data, "main", split=split)
-        except Exception as error:  # the hub's own errors are of many kinds; all mean that there is no data
-            raise UserError(f"--data {data}: neither a folder here nor a data set that could be loaded "
-                            f"({type(error).__name__}: {str(error).splitlines()[0]})") from None  # fmt: skip
-        rows = [(f"{data} {split}, row {i}", row) for i, row in enumerate(loaded, 1)]
-    for where, row in rows:
-        for name in ("question", "answer"):
-            if not isinstance(row, dict) or not isinstance(row.get(name), str):
-                raise UserError(f"{where}: the field {name!r} is missing or not a text")
-    return [(where, row["question"], row["answer"]) for where, row in rows]
-
-
-def split_rows(data: str, split: str) -> tuple[list[Problem], dict[str, Any]]:
-    """Every problem of a split that can be cut in two, and the count of the others by reason."""
-    kept, left_out, shared = [], Counter(), 0
-    rows = read_rows(data, split)
-    for number, (where, question, answer) in enumerate(rows):
-        try:
-            gold = gold_answer(answer, where)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        try:
-            parts = split_facts(question)
-        except Unsplittable as error:
-            left_out[error.reason] += 1
-            continue
-        shared += parts.question_has_facts
-        kept.append(Problem(f"{split}-{number}", parts.question, (parts.facts_a, parts.facts_b), gold))
-    report = {
-        "rows": len(rows),
-        "kept": len(kept),
-        "left_out": dict(sorted(left_out.items())),
-        "question_has_facts": shared,
-    }
-    return kept, report
-
-
-def load_data(config: Config) -> Data:
-    """Split, shuffle and count off the problems; drop training problems that overlap the held-out ones."""
-    import whileai as wai
-
-    chosen, report = {}, {}
-    for split, wanted, name in (
-        ("train", config.train_problems, "--train-problems"),
-        ("test", config.heldout_problems, "--heldout-problems"),
-    ):
-        problems, report[split] = split_rows(config.data, split)
-        if len(problems) < wanted:
-            raise UserError(f"{config.data}: {len(problems)} {split} problems are left after the split, {wanted} are "
-                            f"wanted: lower {name} to {len(problems)} or less")  # fmt: skip
-        random.Random(config.data_seed).shuffle(problems)
-        chosen[split] = problems[:wanted]
-    texts = {split: [{"prompt": " ".join([*p.facts[0], *p.facts[1], p.question]), "reference": p.gold} for p in problems]
-             for split, problems in chosen.items()}  # fmt: skip
-    for row, problem in zip(texts["train"], chosen["train"], strict=True):
-        row["id"] = problem.id
-    clean, overlap = wai.decontaminate(texts["train"], against=texts["test"])
-    clean_ids = {row["id"] for row in clean}
-    train = tuple(problem for problem in chosen["train"] if problem.id in clean_ids)
-    if len(train) < config.problems:
-        raise UserError(f"{config.data}: {len(train)} training problems are left after dropping those that overlap "
-                        f"the held-out ones, a step takes {config.problems}: raise --train-problems")  # fmt: skip
-    heldout = tuple(chosen["test"])
-    report["train_used"], report["heldout_used"] = len(train), len(heldout)
-    report["decontaminate_dropped"] = overlap["n_contaminated"]
-    report["fingerprint"] = records.digest([dataclasses.astuple(problem) for problem in (*train, *heldout)])
-    return Data(train, heldout, report)
 
 
 @dataclass(frozen=True)
@@ -223,12 +116,9 @@ def run_key(config: Config, fingerprint: str | None) -> dict[str, str | None]:
     """What determines a run, by part; None for a part that cannot be told on this machine (a model or data set
     that is not here), which is then taken from the records on trust. Arm and seed are in the record's name,
     the arm's definition in `arms`."""
-    here = Path(__file__).parent
-    known = weights_digest(config.model) or (
-        f"{config.model}@{config.revision}" if "/" in config.model.strip("./") else None
-    )
-    if Path(config.model).is_absolute() and not Path(config.model).is_dir():
-        known = None
+    known = weights_digest(config.model)
+    if known is None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.model):
+        known = f"{config.model}@{config.revision}"  # an id on the hub; else a folder that is not on this machine
     return {
         "model": known,
         "data": fingerprint,
@@ -236,7 +126,7 @@ def run_key(config: Config, fingerprint: str | None) -> dict[str, str | None]:
         "chat": records.digest(config.part("chat")),
         "training": records.digest(config.part("training")),
         "evaluation": records.digest(config.part("evaluation")),
-        "code": records.code_digest(here / "recipe.py", code_parts()),
+        "code": records.code_digest(Path(__file__).with_name("recipe.py"), code_parts()),
     }
 
 
@@ -521,17 +411,24 @@ def pick_device(config: Config) -> str:
     )
 
 
-def about_this_start(config: Config, device: str) -> dict[str, Any]:
+def about_this_start(config: Config, device: str, command: str) -> dict[str, Any]:
     """Where a record comes from: model, device, versions, commit, command, date."""
     import torch
 
-    card = torch.cuda.get_device_name(0) if device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    half = device == "cuda" and torch.cuda.is_bf16_supported()
     return {
-        "model": {"id": config.model_name or config.model, "revision": config.revision, "weights": weights_digest(config.model),
-                  "loaded_as": "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported() else "float32"},
-        "device": card, "versions": records.versions(), **records.git_state(Path(__file__).parent),
+        "model": {
+            "id": config.model_name or config.model,
+            "revision": config.revision,
+            "weights": weights_digest(config.model),
+            "loaded_as": "bfloat16" if half else "float32",
+        },
+        "device": torch.cuda.get_device_name(0) if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "versions": records.versions(),
+        **records.git_state(Path(__file__).parent),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }  # fmt: skip
+        "command": command,
+    }
 
 
 def make_runs(
@@ -545,7 +442,7 @@ def make_runs(
     chats = sum(config.base_evals * evals if seed is None else config.steps * step + 2 * evals for _, seed in todo)
     made, failed = {}, []
     with Signals() as signals, contextlib.closing(Progress(chats)) as progress:
-        about = {**about_this_start(config, device), "command": options.command}
+        about = about_this_start(config, device, options.command)
         lab = Lab(config, options, data, device, key, about, progress, signals)
         for arm, seed in todo:
             if seed is not None and not options.reuse:
@@ -637,38 +534,32 @@ def check_writable(folder: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line: a few flags of what to run, then one for each field of Config."""
-    top = argparse.ArgumentParser(
-        prog="recipe.py", description=QUESTION, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    top = argparse.ArgumentParser(prog="recipe.py", description=QUESTION)
     what = top.add_argument_group("what to run")
-    on = {"action": "store_true", "default": argparse.SUPPRESS}
-    what.add_argument("--tiny", help="the whole experiment in small: a stand-in model, made here, on the CPU", **on)
-    what.add_argument("--selftest", help="check the rules on worked examples (no torch, seconds) and leave", **on)
-    what.add_argument("--arm", action="append", choices=list(ARMS), metavar="ARM", default=argparse.SUPPRESS,
-                      help=f"an arm to run, repeatable: {', '.join(ARMS)} (the first four if none is given)")  # fmt: skip
-    what.add_argument("--seeds", nargs="+", type=int, metavar="SEED", default=[17, 18, 19], help="training seeds")
-    what.add_argument(
-        "--reuse", help="take finished runs from their records; settings not given are the records'", **on
-    )
-    what.add_argument("--out", type=Path, metavar="DIR", default=argparse.SUPPRESS,
-                      help="folder of runs/ and results.json (default: here; out/tiny with --tiny)")  # fmt: skip
-    what.add_argument("--save-every", type=int, metavar="N", default=20, help="steps between checkpoints, 0 for none")
-    what.add_argument(
-        "--price", type=float, metavar="DOLLARS", default=4.0, help="price of the card an hour, for the cost table"
-    )
-    what.add_argument("--trust-remote-code", help="let a downloaded model run code of its own", **on)
-    groups: dict[str, Any] = {}
+
+    def add(name: str, sentence: str, **how: Any) -> None:
+        what.add_argument(name, help=sentence, **{"default": argparse.SUPPRESS, **how})
+
+    arms = ", ".join(ARMS)
+    add("--tiny", "the whole experiment in small: a stand-in model, made here, on the CPU", action="store_true")
+    add("--selftest", "check the rules on worked examples (no torch, seconds) and leave", action="store_true")
+    add("--arm", f"an arm to run, repeatable: {arms} (the first four if none is given)", action="append",
+        choices=list(ARMS), metavar="ARM")  # fmt: skip
+    add("--seeds", "training seeds (17 18 19)", nargs="+", type=int, metavar="SEED", default=[17, 18, 19])
+    add("--reuse", "take finished runs from their records, and settings not given too", action="store_true")
+    add("--out", "folder of runs/ and results.json (this folder; out/tiny with --tiny)", type=Path, metavar="DIR")
+    add("--save-every", "steps between checkpoints, 0 for none (20)", type=int, metavar="N", default=20)
+    add("--price", "dollars an hour of the card, for the cost table (4.0)", type=float, metavar="DOLLARS", default=4.0)
+    add("--trust-remote-code", "let a downloaded model run code of its own", action="store_true")
+    parts = dict.fromkeys(f.metadata["part"] for f in dataclasses.fields(Config))
+    groups = {part: top.add_argument_group(part) for part in parts}
     for f in dataclasses.fields(Config):
-        part = f.metadata["part"]
-        group = groups.setdefault(part, top.add_argument_group(part) if part not in groups else groups.get(part))
-        if isinstance(f.default, bool):
-            group.add_argument(
-                flag(f.name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=f.metadata["help"]
-            )
-            continue
         shown = str(f.default) if len(str(f.default)) < 40 else str(f.default)[:30] + "..."
-        group.add_argument(flag(f.name), type=type(f.default), metavar=f.name.rsplit("_", 1)[-1].upper(), default=argparse.SUPPRESS,
-                           help=f"{f.metadata['help']} ({shown})".replace("%", "%%").replace("\n", " "))  # fmt: skip
+        sentence = f"{f.metadata['help']} ({shown})".replace("%", "%%").replace("\n", " ")
+        how: dict[str, Any] = {"type": type(f.default), "metavar": f.name.rsplit("_", 1)[-1].upper()}
+        if isinstance(f.default, bool):
+            how = {"action": argparse.BooleanOptionalAction}
+        groups[f.metadata["part"]].add_argument(flag(f.name), default=argparse.SUPPRESS, help=sentence, **how)
     return top
 
 
@@ -682,23 +573,29 @@ def recorded_config(out: Path) -> dict[str, Any]:
 
 def configure(words: argparse.Namespace) -> tuple[Config, Options]:
     """Settings from, in rising order: the defaults, --tiny's, the records' (with --reuse), the flags given."""
-    given = {name: value for name, value in vars(words).items() if name in {f.name for f in dataclasses.fields(Config)}}
+    fields = {f.name for f in dataclasses.fields(Config)}
+    given = {name: value for name, value in vars(words).items() if name in fields}
     tiny, reuse = hasattr(words, "tiny"), hasattr(words, "reuse")
     out = getattr(words, "out", Path("out/tiny") if tiny else Path("."))
     settings: dict[str, Any] = {}
     if tiny:
         import tiny as stand_in
 
-        settings |= stand_in.TINY
+        settings |= {**stand_in.TINY, "device": "cpu"}
     if reuse:
-        known = {f.name for f in dataclasses.fields(Config)}
-        settings |= {name: value for name, value in recorded_config(out).items() if name in known}
+        kept = {"model_name", *(f.name for f in dataclasses.fields(Config) if f.metadata["part"] != "machine")}
+        settings |= {name: value for name, value in recorded_config(out).items() if name in kept}
     if tiny and not {"model", "data"} <= set(given):
         paths = stand_in.build_tiny(stand_in.cache_folder(), progress=stand_in.build_bar)
         settings |= {"model": str(paths.model), "data": str(paths.data), "model_name": stand_in.NAME}
     options = Options(
-        out=out, arms=tuple(dict.fromkeys(getattr(words, "arm", TABLE_ARMS))), seeds=tuple(dict.fromkeys(words.seeds)),
-        reuse=reuse, save_every=words.save_every, price=words.price,
-        trust_remote_code=hasattr(words, "trust_remote_code"), command=shlex.join(["python", "recipe.py", *sys.argv[1:]]),
-    )  # fmt: skip
+        out=out,
+        arms=tuple(dict.fromkeys(getattr(words, "arm", TABLE_ARMS))),
+        seeds=tuple(dict.fromkeys(words.seeds)),
+        reuse=reuse,
+        save_every=words.save_every,
+        price=words.price,
+        trust_remote_code=hasattr(words, "trust_remote_code"),
+        command=shlex.join(["python", "recipe.py", *sys.argv[1:]]),
+    )
     return Config(**{**settings, **given}), options

@@ -45,7 +45,9 @@ class LetterTokenizer:
     name_or_path = "letters"
     all_special_tokens = ("§",)
 
-    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool, return_dict: bool) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool, return_dict: bool
+    ) -> list[int]:
         text = "".join(f"<{m['role'][0]}>{m['content']}§" for m in messages) + ("<a>" if add_generation_prompt else "")
         return [ord(c) for c in text]
 
@@ -75,7 +77,10 @@ def split_checks() -> Iterator[tuple[str, object, object]]:
     yield "split: the question goes to both", parts.question, PROBLEM.question
     yield "split: A has the 1st and 3rd fact", parts.facts_a, PROBLEM.facts[0]
     yield "split: B has the 2nd", parts.facts_b, PROBLEM.facts[1]
-    for text, reason in (("Tom has 3 pens. How many has he?", "too_few_facts"), ("Tom is 3. He is old. How old?", "half_without_quantity")):
+    for text, reason in (
+        ("Tom has 3 pens. How many has he?", "too_few_facts"),
+        ("Tom is 3. He is old. How old?", "half_without_quantity"),
+    ):
         try:
             found: object = split_facts(text)
         except Unsplittable as error:
@@ -91,17 +96,27 @@ def reader_checks() -> Iterator[tuple[str, object, object]]:
     ):  # fmt: skip
         yield f"reader: {text}", boxed_answer(text), value
     yield "grade: 36.0 is 36", grade(r"\boxed{36.0}", "36").correct, True
-    yield "grade: no box is wrong, and counted so", (grade("36", "36").correct, grade("36", "36").kind), (False, "no_box")
+    yield (
+        "grade: no box is wrong, and counted so",
+        (grade("36", "36").correct, grade("36", "36").kind),
+        (False, "no_box"),
+    )
 
 
 def chat_checks() -> Iterator[tuple[str, object, object]]:
     config = Config(message_tokens=30, last_message_tokens=20)
     yield "view: A's first prompt holds none of B's facts", "12 pens" in view(PROBLEM, 0, 0, None, config), False
-    chat = example_chat(["I have 3.5 boxes.", "Each holds 12.", r"\boxed{36}", r"3.5 x 12 - 6 = \boxed{36} pens"], config)
+    chat = example_chat(
+        ["I have 3.5 boxes.", "Each holds 12.", r"\boxed{36}", r"3.5 x 12 - 6 = \boxed{36} pens"], config
+    )
     a, b = chat.streams
     own_text = "".join(chr(i) for i, own in zip(a.ids, a.own, strict=True) if own)
     yield "chat: A's own tokens are what A sampled", own_text, r"I have 3.5 boxes.§\boxed{36}§"
-    yield "chat: B reads A's words as a user turn", "Your partner says:\nI have 3.5 boxes." in "".join(map(chr, b.ids)), True
+    yield (
+        "chat: B reads A's words as a user turn",
+        "Your partner says:\nI have 3.5 boxes." in "".join(map(chr, b.ids)),
+        True,
+    )
     yield "chat: B's last message is cut at 20 tokens", (chat.turns[3].tokens, chat.turns[3].truncated), (20, True)
     yield "chat: the end put after a cut message is not B's own", (b.ids[-1], b.own[-1]), (ord("§"), False)
     graded = grade_chat(chat)
@@ -115,11 +130,19 @@ def credit_checks() -> Iterator[tuple[str, object, object]]:
     yield "grpo: r - mean(group)", grpo_advantages(rewards, rewards), [0.5, 0.0, -0.5, 0.0]
     yield "raft: 1 for a chat both got right", raft_advantages(rewards, rewards), [1.0, 0.0, 0.0, 0.0]
     drawn = [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.5]
-    yield "ada: a flat group is replayed, a mixed one is not", (chats_used(drawn + [1.0] * 4, 4), chats_used([*rewards, *drawn], 4)), (8, 4)
+    yield (
+        "ada: a flat group is replayed, a mixed one is not",
+        (chats_used(drawn + [1.0] * 4, 4), chats_used([*rewards, *drawn], 4)),
+        (8, 4),
+    )
     yield "ada: keeps the 2 highest and the 2 lowest", keep_balanced(drawn, 4), [0, 1, 5, 7]
     kept = [drawn[i] for i in keep_balanced(drawn, 4)]
     yield "ada: r - mean(every chat drawn)", ada_advantages(kept, drawn), [-0.1875, -0.1875, 0.8125, 0.3125]
-    yield "mixed: B is untrained in half of a group", [seats(ARMS["mixed"], n, 4)[1] for n in range(4)], [True, True, False, False]
+    yield (
+        "mixed: B is untrained in half of a group",
+        [seats(ARMS["mixed"], n, 4)[1] for n in range(4)],
+        [True, True, False, False],
+    )
     yield "no credit where all scored the same", grpo_advantages([0.5] * 4, [0.5] * 4), [0.0] * 4
 
 

@@ -20,6 +20,7 @@ import os
 import random
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,15 +35,15 @@ if TYPE_CHECKING:  # recipe imports this file for its --help, which needs neithe
     from recipe import ChatTemplate, Config, Problem
 
 # Overrides of recipe.Config. The prompts are terse because every token of them is read in each of some 50,000 chats;
-# a told number takes 8 tokens, the longest worked answer 18: the caps leave room and bound a babbling policy.
+# what a copy tells takes up to 7 tokens, the longest answer 16: the caps leave room and bound a babbling policy.
 TINY: dict[str, Any] = {
     "system_prompt": "You talk.",
     "facts_prompt": "{facts} {question}",
     "partner_prompt": "You hear: {message}",
     "talk_prompt": "Talk.",
     "last_prompt": "End with \\boxed{answer}.",
-    "message_tokens": 12,
-    "last_message_tokens": 24,
+    "message_tokens": 10,
+    "last_message_tokens": 20,
     "steps": 40,
     "lora_rank": 16,
     "lora_alpha": 32,
@@ -76,7 +77,7 @@ class Settings:
     # The arithmetic is learned from good partners; the habits are diluted only afterwards, because a model that
     # sees them diluted from the start never learns to reckon.
     skilled_steps: float = 0.8
-    skilled: Habits = Habits(share=0.9, share_if_asked=0.95, ask=0.3, use=0.9, copy=0.1)
+    skilled: Habits = Habits(share=0.9, share_if_asked=0.95, ask=0.3, use=0.75, copy=0.1)
     diluted: Habits = Habits(share=0.5, share_if_asked=0.75, ask=0.3, use=0.22, copy=0.12)
 
 
@@ -93,15 +94,17 @@ THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stones
 ASIDES = ("It is a warm day.", "The sun is up.", "They are good friends.")
 HIGHEST = 36  # the largest number with a token
 
-# the facts, the question, and the operation on the numbers
+# the facts, the question, and the operation on the numbers; the last two are the hardest to learn and come twice as often
 KINDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("{a} has {} {t}.", "{b} has {} {t}."), "How many {t} do they have in all?", "+"),
     (("{a} has {} {t}.", "{b} has {} {t}."), "How many more {t} does {a} have than {b}?", "-"),
     (("{a} has {} {t}.", "{b} takes {} of them."), "How many {t} are left?", "-"),
-    (("{a} has {} bags.", "Each bag holds {} {t}."), "How many {t} are in the bags?", "*"),
     (("{a} has {} {t}.", "{b} has {} {t}."), "How many are twice the {t} they have?", "++"),
-    (("{a} has {} {t}.", "{b} has {} {t}.", "{c} has {} {t}."), "How many {t} do all of them have?", "+"),
-)
+    *2 * (
+        (("{a} has {} bags.", "Each bag holds {} {t}."), "How many {t} are in the bags?", "*"),
+        (("{a} has {} {t}.", "{b} has {} {t}.", "{c} has {} {t}."), "How many {t} do all of them have?", "+"),
+    ),
+)  # fmt: skip
 
 
 def work(operation: str, own: Sequence[int], other: Sequence[int]) -> tuple[str, int]:
@@ -141,9 +144,16 @@ def make_rows(random_: random.Random, heldout: Iterable[dict[str, Any]] = ()) ->
             yield {"question": text, "answer": f"{steps}\n#### {answer}", "operation": operation, "gist": gist}
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    lines = (json.dumps({key: row[key] for key in ("question", "answer")}) + "\n" for row in rows)
-    path.write_text("".join(lines), encoding="utf-8")
+def write_data(folder: Path, settings: Settings) -> Iterator[dict[str, Any]]:
+    """Write train.jsonl and test.jsonl; returns the endless further rows, for the warm start."""
+    random_ = random.Random(settings.seed)
+    heldout = list(itertools.islice(make_rows(random_), settings.test))
+    rows = make_rows(random_, heldout)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("test", heldout), ("train", itertools.islice(rows, settings.train))):
+        lines = (json.dumps({key: row[key] for key in ("question", "answer")}) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return rows
 
 
 # ------------------------------------------------------------------------------------------- tokenizer
@@ -220,8 +230,8 @@ class Script:
         if told and u[1] < habits.use:
             steps, self.boxed[chat] = work(operation, own, others)
             return f"{steps} {box(self.boxed[chat])}"
-        self.boxed[chat] = int(u[2] * (HIGHEST + 1))
-        return GUESS.format(box(self.boxed[chat]))
+        self.boxed[chat] = own[0]
+        return GUESS.format(box(own[0]))
 
 
 def numbers_of(facts: Sequence[str]) -> list[int]:
@@ -346,6 +356,20 @@ def warm_start(rows: Iterator[dict[str, Any]], settings: Settings, progress: Cal
 # --------------------------------------------------------------------------------------------- building
 
 MARKER = "built.json"
+NAME = "the stand-in (82,000 parameters)"
+
+
+def cache_folder() -> Path:
+    """Where `recipe.py --tiny` keeps the stand-in."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "talk-credit" / "tiny"
+
+
+def build_bar(step: int, steps: int) -> None:
+    """Progress on one line of a terminal; a log gets the first and the last step only."""
+    terminal = sys.stderr.isatty()
+    if terminal or step in (1, steps):
+        end = "" if terminal and step < steps else "\n"
+        print(f"\rbuilding the stand-in: step {step} of {steps}", end=end, file=sys.stderr, flush=True)
 
 
 def fingerprint(settings: Settings) -> str:
@@ -374,12 +398,7 @@ def is_whole(folder: Path, key: str) -> bool:
 
 def build(folder: Path, settings: Settings, progress: Callable[[int, int], None] | None) -> None:
     """Problems, model and tokenizer into a new folder; the marker last."""
-    random_ = random.Random(settings.seed)
-    heldout = list(itertools.islice(make_rows(random_), settings.test))
-    rows = make_rows(random_, heldout)
-    (folder / "data").mkdir(parents=True)
-    write_jsonl(folder / "data" / "test.jsonl", heldout)
-    write_jsonl(folder / "data" / "train.jsonl", itertools.islice(rows, settings.train))
+    rows = write_data(folder / "data", settings)
     model, tokenizer = warm_start(rows, settings, progress)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

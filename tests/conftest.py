@@ -12,10 +12,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach a hub
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import pytest  # noqa: E402
+import pytest
 
-import recipe  # noqa: E402
-import tiny  # noqa: E402
+import recipe
+import tiny
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +33,9 @@ def config(stand_in: tiny.TinyPaths) -> recipe.Config:
 
 @pytest.fixture(scope="session")
 def data(config: recipe.Config) -> Any:
-    import runs
+    from data import load_data
 
-    return runs.load_data(config)
+    return load_data(config)
 
 
 @pytest.fixture()
@@ -51,7 +51,9 @@ def make_trainer(config: recipe.Config, data: Any, loaded: Any, tmp_path: Path) 
     """A function from an arm (and changed settings) to its trainer on the small model."""
     import runs
 
-    def make(arm: str, *, folder: Path | None = None, save_every: int = 0, model: Any = None, seed: int = 17, **changes: Any) -> Any:
+    def make(
+        arm: str, *, folder: Path | None = None, save_every: int = 0, model: Any = None, seed: int = 17, **changes: Any
+    ) -> Any:
         changed = dataclasses.replace(config, **changes)
         fresh, tokenizer, template = loaded if model is None else (model, *loaded[1:])
         return recipe.make_trainer(

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from recipe import (
+    ARMS,
     Chat,
     ChatTemplate,
     Config,
@@ -27,13 +28,12 @@ from recipe import (
     uniforms,
     view,
 )
-from recipe import ARMS
 from selftest import LetterTokenizer, scripted
 
 PROBLEM = Problem("test-3", "How many eggs?", (("Ann has 3 eggs.",), ("Ben has 4 eggs.",)), "7")
 CONFIG = Config(
-    system_prompt="S", facts_prompt="{facts} {question}", partner_prompt="P:{message}", talk_prompt="T", last_prompt="L",
-    message_tokens=6, last_message_tokens=12,
+    system_prompt="S", facts_prompt="{facts} {question}", partner_prompt="P:{message}", talk_prompt="T",
+    last_prompt="L", message_tokens=6, last_message_tokens=12,
 )  # fmt: skip
 
 
@@ -48,7 +48,9 @@ def test_the_two_streams_of_a_chat_drawn() -> None:
     closed with a § that is not B's own. A's last message fits."""
     template = ChatTemplate(LetterTokenizer(), [ord("§")])
     lines = ["3 mine", "I have 4", r"\boxed{7}", "7"]
-    chat = play_chats([Plan(PROBLEM, (0,))], scripted(lines), template, dataclasses.replace(CONFIG, message_tokens=7))[0]
+    chat = play_chats([Plan(PROBLEM, (0,))], scripted(lines), template, dataclasses.replace(CONFIG, message_tokens=7))[
+        0
+    ]
     a, b = chat.streams
     assert picture(a) == (
         "<s>S§<u>- Ann has 3 eggs. How many eggs?  T§<a>3 mine§<u>P:I have  L§<a>\\boxed{7}§\n"
@@ -181,7 +183,9 @@ def test_drawing_ahead_gives_the_chats_that_drawing_in_turn_gives() -> None:
 
     in_turn, none_lost = draw_chats(problems, ARMS["ada"], CONFIG, (17, 0, 0), False, play)
     ahead, lost = draw_chats(problems, ARMS["ada"], CONFIG, (17, 0, 0), True, play)
-    assert [[c.chat.turns[0].text for c in chats] for chats in ahead] == [[c.chat.turns[0].text for c in chats] for chats in in_turn]
+    assert [[c.chat.turns[0].text for c in chats] for chats in ahead] == [
+        [c.chat.turns[0].text for c in chats] for chats in in_turn
+    ]
     assert {len(chats) for chats in ahead} == {4, 8, 12}
     assert none_lost == 0 and lost == 12 * 12 - sum(map(len, ahead))
 

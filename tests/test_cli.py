@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-import records
 import recipe
+import records
 import runs
 import tiny
 
@@ -34,13 +34,19 @@ def test_selftest_passes_offline_in_seconds_without_the_heavy_packages() -> None
 
 
 def test_selftest_fails_when_a_rule_is_broken() -> None:
-    broken = "import recipe, selftest; selftest.raft_advantages = lambda k, d: [0.0] * len(k); raise SystemExit(selftest.main())"
+    broken = (
+        "import recipe, selftest; selftest.raft_advantages = lambda k, d: [0.0] * len(k); "
+        "raise SystemExit(selftest.main())"
+    )
     done = run_python("-c", broken)
     assert done.returncode == 1 and "FAIL  raft" in done.stdout
 
 
 def test_help_is_short_grouped_and_imports_nothing_heavy() -> None:
-    spy = "import sys, recipe\ntry: recipe.main(['--help'])\nexcept SystemExit: pass\nprint(sorted({'torch','transformers','trl'} & set(sys.modules)))"
+    spy = (
+        "import sys, recipe\ntry: recipe.main(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'trl'} & set(sys.modules)))"
+    )
     done = run_python("-c", spy)
     assert done.stdout.strip().endswith("[]")
     assert len(done.stdout.splitlines()) < 140
@@ -60,7 +66,7 @@ def test_every_number_of_the_config_is_a_flag_with_a_sentence() -> None:
 
 @pytest.fixture()
 def flags(stand_in: tiny.TinyPaths, tmp_path: Path) -> list[str]:
-    small = {k: v for k, v in tiny.TINY.items()}
+    small: dict[str, Any] = dict(tiny.TINY)
     small |= {"model": stand_in.model, "data": stand_in.data, "device": "cpu", "steps": 2, "problems": 2,
               "train_problems": 32, "heldout_problems": 6, "warmup_steps": 1}  # fmt: skip
     words = [word for name, value in small.items() for word in (recipe.flag(name), str(value))]
@@ -85,7 +91,10 @@ def data_folder(tmp_path: Path, train: str, test: str) -> str:
     return str(folder)
 
 
-GOOD = json.dumps({"question": "Ann has 3 eggs. Ben has 4 eggs. How many eggs have they?", "answer": "3 + 4\n#### 7"}) + "\n"
+GOOD = (
+    json.dumps({"question": "Ann has 3 eggs. Ben has 4 eggs. How many eggs have they?", "answer": "3 + 4\n#### 7"})
+    + "\n"
+)
 
 
 def test_a_data_folder_without_its_files_is_named(flags: list[str], capsys: Any, tmp_path: Path) -> None:
@@ -113,10 +122,14 @@ def test_too_few_problems_says_how_many_and_what_to_lower(flags: list[str], caps
 
 def test_a_folder_that_is_no_model_is_named(flags: list[str], capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert f"--model {tmp_path / 'empty'} could not be loaded" in trouble(flags, capsys, "--model", str(tmp_path / "empty"))
+    assert f"--model {tmp_path / 'empty'} could not be loaded" in trouble(
+        flags, capsys, "--model", str(tmp_path / "empty")
+    )
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(flags: list[str], capsys: Any, tmp_path: Path, loaded: Any) -> None:
+def test_a_tokenizer_without_a_chat_template_is_refused(
+    flags: list[str], capsys: Any, tmp_path: Path, loaded: Any
+) -> None:
     model, tokenizer, _ = loaded
     tokenizer.chat_template = None
     model.save_pretrained(tmp_path / "plain")
@@ -130,7 +143,9 @@ def test_an_unknown_arm_is_refused_with_the_known_ones(flags: list[str], capsys:
     assert stop.value.code == 2 and "'grpo', 'ada', 'raft', 'mixed'" in capsys.readouterr().err.replace('"', "'")
 
 
-@pytest.mark.parametrize(("name", "value"), [("--group", "3"), ("--steps", "0"), ("--temperature", "-1"), ("--problems", "99")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("--group", "3"), ("--steps", "0"), ("--temperature", "-1"), ("--problems", "99")]
+)
 def test_numbers_that_do_not_fit_are_refused_by_name(name: str, value: str, flags: list[str], capsys: Any) -> None:
     assert name in trouble(flags, capsys, name, value)
 
@@ -155,7 +170,9 @@ def test_two_starts_on_one_folder_the_second_says_who_holds_it(flags: list[str],
         assert "is in use by process" in trouble(flags, capsys)
 
 
-def test_one_small_arm_from_start_to_table_then_reused_without_torch(flags: list[str], capsys: Any, tmp_path: Path) -> None:
+def test_one_small_arm_from_start_to_table_then_reused_without_torch(
+    flags: list[str], capsys: Any, tmp_path: Path
+) -> None:
     """The whole way, and again with --reuse: the same results.json, in a process in which torch cannot be imported."""
     words = [*flags, "--arm", "raft", "--seeds", "17"]
     assert recipe.main(words) == 0

@@ -92,7 +92,12 @@ def test_keep_all_keeps_all() -> None:
 
 def test_the_table_of_arms_is_the_specs() -> None:
     assert TABLE_ARMS == ("grpo", "ada", "raft", "mixed")
-    assert [ARMS[a].advantages for a in TABLE_ARMS] == [grpo_advantages, ada_advantages, raft_advantages, grpo_advantages]
+    assert [ARMS[a].advantages for a in TABLE_ARMS] == [
+        grpo_advantages,
+        ada_advantages,
+        raft_advantages,
+        grpo_advantages,
+    ]
     assert [ARMS[a].keep for a in TABLE_ARMS] == [keep_all, keep_balanced, keep_all, keep_all]
     assert [ARMS[a].rounds for a in TABLE_ARMS] == [1, None, 1, 1]
     assert [[seats(ARMS[a], n, 4) for n in range(4)].count((True, False)) for a in TABLE_ARMS] == [0, 0, 0, 2]

@@ -178,7 +178,9 @@ def test_a_non_finite_gradient_stops_the_run_before_the_update(make_trainer: Any
     assert all(torch.isfinite(p).all() for p in adapter_weights(trainer.model).values())
 
 
-def test_the_same_seed_gives_the_same_run_and_another_does_not(make_trainer: Any, loaded: Any, monkeypatch: Any) -> None:
+def test_the_same_seed_gives_the_same_run_and_another_does_not(
+    make_trainer: Any, loaded: Any, monkeypatch: Any
+) -> None:
     def texts(seed: int) -> list[str]:
         trainer = make_trainer("grpo", model=copy.deepcopy(loaded[0]), seed=seed)
         return [t.text for c in played(trainer).kept for t in c.graded.chat.turns]
@@ -197,7 +199,9 @@ def test_the_order_of_problems_is_whole_passes_and_hangs_on_the_seed(config: rec
     assert problem_order(64, config, 17) == order[: config.steps * config.problems]
 
 
-def test_a_run_taken_up_from_a_checkpoint_ends_as_if_never_interrupted(make_trainer: Any, loaded: Any, tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_run_taken_up_from_a_checkpoint_ends_as_if_never_interrupted(
+    make_trainer: Any, loaded: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
     import runs
 
     monkeypatch.setattr(recipe, "grade_chat", by_words)

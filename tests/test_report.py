@@ -1,0 +1,552 @@
+"""The report: its statistics against closed forms and by simulation, its results against the records."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import whileai as wai
+
+import fake_runs
+import recipe
+import report
+
+ROOT = Path(__file__).parent.parent
+ARMS, SEEDS = ("grpo", "ada"), (17, 18, 19)
+SMALL = {"problems": 10, "steps": 4, "arms": ARMS}
+
+
+def summarize(base: Any, runs: Any, arms: Any = ARMS, seeds: Any = SEEDS, **header: Any) -> dict[str, Any]:
+    return report.summarize(base, runs, {**fake_runs.HEADER, **header}, arms, seeds, 4.0)
+
+
+@pytest.fixture(scope="module")
+def records() -> tuple[Any, Any]:
+    return fake_runs.make(**SMALL)
+
+
+@pytest.fixture(scope="module")
+def results(records: tuple[Any, Any]) -> dict[str, Any]:
+    return summarize(*records)
+
+
+@pytest.fixture()
+def edited(records: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Records that a test may spoil."""
+    return copy.deepcopy(records)
+
+
+# ------------------------------------------------------------------------------------------------ statistics
+
+
+def test_interval_is_its_closed_form() -> None:
+    y = np.random.default_rng(0).integers(0, 5, (3, 12)) / 4
+    seeds, problems = y.mean(1), y.mean(0)
+    noise = ((y - seeds[:, None] - problems + y.mean()) ** 2).sum() / (2 * 11)
+    from_seeds = 4.303**2 * seeds.var(ddof=1) / 3  # t quantiles from a printed table: 2 and 11 degrees of freedom
+    half = math.sqrt(from_seeds + 2.201**2 * max(problems.var(ddof=1) - noise / 3, 0) / 12)
+    found = report.mean_interval(y.tolist(), least=-9)
+    assert found["value"] == pytest.approx(y.mean())
+    assert found["half"] == pytest.approx(half, rel=1e-3)
+    assert (found["over"], found["n_seeds"], found["n_problems"]) == ("seeds and problems", 3, 12)
+    one = report.mean_interval(y.tolist(), one_model=True)
+    assert one["half"] == pytest.approx(2.201 * problems.std(ddof=1) / math.sqrt(12), rel=1e-3)
+    assert one["over"] == "problems"
+
+
+def test_no_interval_without_a_spread_to_measure() -> None:
+    for scores, word in (([[0.5, 0.25]], "one training seed"), ([[0.5], [0.25]], "one problem"), ([[0, 0], [0, 0]], "no spread")):
+        found = report.mean_interval(scores)
+        assert found["low"] is None and found["half"] is None and found["over"] is None and word in found["why"]
+
+
+def test_interval_stays_within_the_scale() -> None:
+    found = report.mean_interval([[0.0, 0.25], [0.0, 0.0], [0.5, 0.0]])
+    assert found["low"] == 0.0 and found["high"] == pytest.approx(found["value"] + found["half"])
+
+
+@pytest.mark.parametrize(("seeds", "problems"), [(3, 20), (3, 300), (5, 20), (5, 300)])
+@pytest.mark.parametrize("between", [0.0, 0.02, 0.1])
+def test_interval_covers_the_mean(seeds: int, problems: int, between: float) -> None:
+    """Seed effects normal, problems hard or easy, four answers each: 95% intervals cover 92 to 98 in 100."""
+    rng, covered, tries = np.random.default_rng(7), 0, 400
+    for _ in range(tries):
+        chance = 0.4 + rng.normal(0, between, (seeds, 1)) + rng.choice((-0.25, 0.25), (1, problems))
+        y = rng.binomial(4, np.clip(chance, 0, 1)) / 4
+        found = report.mean_interval(y.tolist())
+        covered += found["low"] <= 0.4 <= found["high"]
+    assert 0.92 <= covered / tries <= 0.985  # 0.98 and the error of 400 tries
+
+
+def shapes(rng: np.random.Generator) -> dict[str, Callable[[int], np.ndarray]]:
+    """Ways seeds may differ, each with a spread of about 0.1."""
+    return {
+        "normal": lambda n: rng.normal(0, 0.1, n),
+        "work or collapse": lambda n: rng.choice((-0.1, 0.1), n),
+        "rarely collapse": lambda n: np.where(rng.random(n) < 0.2, -0.2, 0.05),
+        "skewed": lambda n: rng.exponential(0.1, n),
+    }
+
+
+@pytest.mark.parametrize("shape", list(shapes(np.random.default_rng())))
+@pytest.mark.parametrize(("seeds", "tries"), [(3, 300), (4, 300), (5, 1500), (7, 150)])
+def test_spread_test_keeps_its_level(shape: str, seeds: int, tries: int) -> None:
+    rng = np.random.default_rng(11)
+    draw = shapes(rng)[shape]
+    alarms = 0
+    for _ in range(tries):
+        first, second = (draw(seeds) + rng.normal(0, 0.005, seeds) for _ in "ab")  # the noise of an evaluation
+        alarms += report.spread_test(first.tolist(), second.tolist())[0] <= report.LEVEL
+    assert alarms / tries <= report.LEVEL + 2 * math.sqrt(0.05 * 0.95 / tries) * (seeds > 5)
+    assert seeds > 4 or alarms == 0  # with 3 or 4 seeds it cannot speak
+
+
+@pytest.mark.parametrize(("seeds", "tries"), [(3, 50), (5, 1500), (7, 200)])
+def test_stated_power(seeds: int, tries: int) -> None:
+    rng = np.random.default_rng(3)
+    pairs = [(rng.normal(0, 0.1, seeds), rng.normal(0, 0.1 * report.POWER_AT, seeds)) for _ in range(tries)]
+    found = sum(report.spread_test(a.tolist(), b.tolist())[0] <= report.LEVEL for a, b in pairs) / tries
+    power = report.POWER[seeds]
+    assert found == pytest.approx(power, abs=3 * math.sqrt(power * (1 - power) / tries) + 1e-9)
+
+
+def test_spread_test_by_hand() -> None:
+    # distances 0, 1, 2 and 0, 10, 30: of the 20 deals {0,0,1}, {0,0,2}, {0,1,2} twice are no larger than 3
+    assert report.spread_test([5, 6, 3], [0, 10, -30]) == (4 / 20, 3)
+    assert report.smallest_p(3) == 4 / 20
+    assert report.spread_test([0, 10, -30], [5, 6, 3])[0] > 0.5  # one-sided
+    tight, wide = [0.30, 0.31, 0.32, 0.29, 0.28], [0.1, 0.2, 0.35, 0.5, 0.6]
+    assert report.spread_test(tight, wide)[0] == pytest.approx(report.smallest_p(5)) and report.smallest_p(5) < report.LEVEL
+    assert report.spread_test([*tight, 0.3], [*wide, 0.4])[1] == 5  # an even number counts as one fewer
+
+
+def test_reliability_claims_only_what_was_planned() -> None:
+    def series(arm: str, scores: list[float]) -> report.Series:
+        s = report.Series(arm, "trained_pair", tuple(range(len(scores))), ())
+        s.__dict__["scores_SP"] = [[score] for score in scores]
+        return s
+
+    wide, tight = [0.1, 0.2, 0.35, 0.5, 0.6], [0.30, 0.31, 0.32, 0.29, 0.28]
+    found = report.reliability([series("grpo", wide), series("ada", tight), series("raft", tight)])
+    claims = {pair["arm"]: pair["claim"] for pair in found["pairs"]}
+    assert claims == {"ada": True, "raft": False}
+    assert found["arms"]["grpo"]["worst"] == {"seed": 0, "score": 0.1} and "resolved (p 0.02" in found["words"]
+    assert found["arms"]["grpo"]["std"] == pytest.approx(np.std(wide, ddof=1))
+    few = report.reliability([series("grpo", wide[:3]), series("ada", [0.3, 0.3001, 0.3002])])
+    assert not few["pairs"][0]["claim"] and few["pairs"][0]["power"] == 0 and "not resolved" in few["words"]
+    assert "need two seeds" in report.reliability([series("ada", tight)])["words"]
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+def chats_of(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return next(e["chats"] for e in record["evaluations"] if e["name"] == name)
+
+
+def test_scores_are_shares_of_right_answers(records: tuple[Any, Any], results: dict[str, Any]) -> None:
+    for key, name in (("ada", "trained_pair"), ("ada_untrained_partner", "untrained_partner")):
+        shares = [np.mean([g["correct"] for c in chats_of(records[1]["ada", seed], name) for g in c["grades"]]) for seed in SEEDS]
+        row = results["arms"][key]
+        assert row["score"] == pytest.approx(shares, abs=1e-4) and row["seeds"] == list(SEEDS)
+        assert [p["value"] for p in row["pass_at_1"]] == row["score"]
+        assert row["mean"]["value"] == pytest.approx(np.mean(shares), abs=1e-4)
+    solved = [np.mean([any(g["correct"] for c in chats for g in c["grades"]) for _, chats in itertools.groupby(
+        chats_of(records[1]["ada", seed], "trained_pair"), key=lambda c: c["problem"])]) for seed in SEEDS]  # fmt: skip
+    assert [p["value"] for p in results["arms"]["ada"]["pass_at_4"]] == pytest.approx(solved, abs=1e-4)
+    assert results["arms"]["untrained"]["unit"] == "re-run" and results["arms"]["untrained"]["mean"]["over"] == "problems"
+
+
+def test_training_is_read_from_the_steps(records: tuple[Any, Any], results: dict[str, Any]) -> None:
+    steps, row = records[1]["ada", 18]["steps"], results["arms"]["ada"]
+    assert row["training"]["flat_early"][1] == pytest.approx(steps[0]["flat"])
+    assert row["training"]["flat_late"][1] == pytest.approx(steps[-1]["flat"])
+    assert row["training"]["drawn"][1] == sum(s["drawn"] for s in steps) > row["training"]["kept"][1]
+    assert row["curves"][1]["reward"] == pytest.approx([s["reward"] for s in steps], abs=1e-3)
+    assert row["curves"][1]["step"] == [1, 2, 3, 4]
+
+
+def test_thinned_curve_averages_neighbours_and_skips_gaps() -> None:
+    curve = {"seed": 1, "step": [1.0, 2, 3, 4, 5], **{name: [0.0, 1.0, None, 0.5, None] for name in report.CURVES}}
+    assert report.thin(curve, 3) == {"seed": 1, "step": [1.5, 3.5, 5], **{name: [0.5, 0.5, None] for name in report.CURVES}}
+
+
+def test_compare_is_called_as_the_experiment_says(records: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [report.read_run(record, *name) for name, record in records[1].items()]
+    pair = report.read_run(records[0], "untrained", None)
+    series = {s.key: s for s in report._series(pair, runs)}
+    noise = report._noise(list(series.values()))
+    direct = wai.compare
+    calls: list[Any] = []
+    monkeypatch.setattr(wai, "compare", lambda *args, **named: calls.append((args, named)) or direct(*args, **named))
+    found = report.compare(series["grpo"], series["ada"], noise)
+    (before, after), named = calls[0]
+    floor = wai.eval_variance(*series["untrained"].rows)["run_std"]
+    assert set(named) == {"target", "run_std", "run_std_runs", "train_runs", "proxy"}
+    assert (named["target"], named["run_std"], named["run_std_runs"], named["proxy"]) == ("pass_at_1", floor, 3, None)
+    assert before == series["grpo"].rows[0] and after == series["ada"].rows[0]
+    assert named["train_runs"] == {"before": series["grpo"].rows, "after": series["ada"].rows}
+    assert sum(r["reward"] for r in after) / len(after) == pytest.approx(series["ada"].scores[0])
+    said = direct(before, after, **named)
+    assert (found["verdict"], found["delta"], found["train_delta"]) == (said["target_verdict"], said["target_delta"], said["train_delta"])
+    assert found["seed_after"] == 17 and found["headline"] == str(said).splitlines()[0]
+
+
+def test_matched_difference_pairs_seeds_and_problems(records: tuple[Any, Any]) -> None:
+    runs = [report.read_run(records[1][name], *name) for name in (("grpo", 17), ("grpo", 19), ("ada", 19), ("ada", 18), ("ada", 17))]
+    before, after = (s for s in report._series(None, runs) if s.partner == "trained_pair")
+    found = report.matched_difference(before, after)
+    scores = {(r.arm, r.seed): np.mean([c.reward for c in r.sittings["trained_pair"][0]]) for r in runs}
+    assert found["seeds"] == [17, 19]
+    assert found["per_seed"] == pytest.approx([scores["ada", s] - scores["grpo", s] for s in (17, 19)])
+    assert report.matched_difference(before, report.Series("ada", "trained_pair", (5,), after.chats[:1]))["value"] is None
+
+
+@pytest.mark.parametrize(("grpo", "ada", "against"), [
+    ((0.5, 0.1, 0.1), (0.3, 0.6, 0.6), True), ((0.1, 0.5, 0.5), (0.3, 0.1, 0.1), True), ((0.1, 0.1, 0.1), (0.5, 0.6, 0.6), False),
+])  # fmt: skip
+def test_headline_against_the_mean_is_flagged(grpo: Any, ada: Any, against: bool) -> None:
+    def series(arm: str, rates: Any) -> report.Series:
+        draw = random.Random(arm)
+        chats = tuple(tuple(fake_runs.chat(fake_runs.problem("test", n), rate, 0.5, draw, (True, True)) for n in range(20) for _ in "ab")
+                      for rate in rates)  # fmt: skip
+        return report.Series(arm, "trained_pair", SEEDS, chats)
+
+    flag = report._deltas([series("grpo", grpo), series("ada", ada)], None)["ada"]["trained_pair"]["flag"]
+    assert bool(flag) == against
+    assert not against or ("seed 17" in flag and "against the mean" in flag)
+
+
+def test_chats_are_graded_again(edited: tuple[Any, Any], results: dict[str, Any]) -> None:
+    base, runs = edited
+    grades = chats_of(runs["ada", 18], "trained_pair")[0]["grades"]
+    grades[0]["correct"] = not grades[0]["correct"]
+    runs["ada", 18]["last_batch"][0]["grades"][1]["correct"] ^= True
+    again = summarize(base, runs)
+    assert again["arms"] == results["arms"] and again["deltas"] == results["deltas"]
+    old, new = (next(c for c in r["checks"] if c["check"] == "graded again") for r in (results, again))
+    assert old["ok"] and old["result"].startswith("0 of")
+    assert not new["ok"] and new["result"].startswith("2 of") and "ada seed 18" in new["result"]
+
+
+def test_another_text_is_another_score(edited: tuple[Any, Any], results: dict[str, Any]) -> None:
+    base, runs = edited
+    for chat in chats_of(runs["ada", 18], "trained_pair"):
+        for turn in chat["turns"][2:]:
+            turn["text"] = "no box"
+    row = summarize(base, runs)["arms"]["ada"]
+    assert row["score"][1] == 0 and row["score"][0] == results["arms"]["ada"]["score"][0]
+    assert row["talk"]["no_box"][1] == 1 and row["kinds"]["no_box"] >= 40
+
+
+SCRIPT = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('torch', 'transformers', 'trl', 'peft', 'datasets'):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Block())
+sys.path[:0] = [ROOT, TESTS]
+import hashlib, fake_runs, report
+base, runs = fake_runs.make(**SMALL)
+runs = dict(reversed(runs.items()))
+header = {**fake_runs.HEADER, "date": "2031-01-01", "command": "another"}
+results = report.summarize(base, runs, header, ARMS, SEEDS, 4.0)
+results["header"] |= {name: fake_runs.HEADER[name] for name in ("date", "command")}
+print(hashlib.sha256(report.to_json(results)).hexdigest())
+"""
+
+
+def test_same_bytes_in_another_process_without_torch(results: dict[str, Any]) -> None:
+    names = {"ROOT": str(ROOT), "TESTS": str(ROOT / "tests"), "SMALL": SMALL, "ARMS": ARMS, "SEEDS": SEEDS}
+    script = "\n".join(f"{name} = {value!r}" for name, value in names.items()) + SCRIPT
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout.strip() == hashlib.sha256(report.to_json(results)).hexdigest(), done.stderr
+
+
+def test_partial_results_say_what_is_missing(records: tuple[Any, Any], tmp_path: Path) -> None:
+    base, runs = records
+    some = {name: runs[name] for name in (("grpo", 17), ("ada", 17), ("ada", 18))}
+    results = summarize(None, some, arms=("grpo", "ada", "raft"))
+    partial = results["header"]["partial"]
+    assert {"grpo seed 18 is missing", "grpo seed 19 is missing", "ada seed 19 is missing", "raft seed 17 is missing"} <= set(partial)
+    assert partial[0].startswith("untrained is missing") and "ada seed 18 is missing" not in partial
+    assert "raft" not in results["arms"] and results["noise"] is None and results["arms"]["ada"]["before"] is None
+    assert results["arms"]["grpo"]["mean"]["low"] is None and results["arms"]["ada"]["mean"]["low"] is not None
+    assert results["deltas"]["ada"]["trained_pair"]["compare"]["word"] == "unresolved"
+    table = report.render_table(results)
+    assert "raft        –" in table and "Partial: untrained is missing" in table
+    assert {c["check"]: c["ok"] for c in results["checks"]}["eval noise"] is False
+    path = tmp_path / "results.json"
+    path.write_bytes(report.to_json(results))
+    assert report.load_results(path) == results
+    alone = summarize(base, {})
+    assert list(alone["arms"]) == ["untrained"] and alone["deltas"] == {} and report.readme_tables(alone)["deltas"].startswith("No deltas")
+    with pytest.raises(report.ResultsError, match="no records"):
+        summarize(None, {})
+
+
+def spoil_nan(runs: Any) -> None:
+    runs["ada", 18]["steps"][2]["loss"] = float("nan")
+
+
+def spoil_field(runs: Any) -> None:
+    del runs["ada", 18]["steps"][2]["flat"]
+
+
+def spoil_chat(runs: Any) -> None:
+    chats_of(runs["ada", 18], "untrained_partner")[3]["turns"].pop()
+
+
+def spoil_text(runs: Any) -> None:
+    chats_of(runs["ada", 18], "untrained_partner")[3]["turns"][1]["text"] = None
+
+
+def spoil_problem(runs: Any) -> None:
+    del runs["ada", 18]["problems"]["test-3"]
+
+
+def spoil_gold(runs: Any) -> None:
+    runs["ada", 18]["problems"]["test-3"]["gold"] = "many"
+
+
+def spoil_sitting(runs: Any) -> None:
+    runs["ada", 18]["evaluations"].pop()
+
+
+def spoil_name(runs: Any) -> None:
+    runs["ada", 18]["seed"] = 19
+
+
+def spoil_set(runs: Any) -> None:
+    chats_of(runs["ada", 18], "trained_pair").pop()
+
+
+@pytest.mark.parametrize(("spoil", "where"), [
+    (spoil_nan, r"steps\[2\].loss"), (spoil_field, "steps"), (spoil_chat, r"evaluations\[1\]"), (spoil_text, r"evaluations\[1\]"),
+    (spoil_problem, "test-3"), (spoil_gold, "many"), (spoil_sitting, "untrained_partner"), (spoil_name, "seed 19"),
+    (spoil_set, "other problems"),
+])  # fmt: skip
+def test_a_record_that_cannot_be_used_is_named(edited: tuple[Any, Any], spoil: Callable[[Any], None], where: str) -> None:
+    spoil(edited[1])
+    with pytest.raises(report.ResultsError, match=where) as error:
+        summarize(*edited)
+    assert "ada" in str(error.value) and "18" in str(error.value)
+
+
+def test_results_stay_small(edited: tuple[Any, Any]) -> None:
+    """Five arms, three seeds, 80 steps and messages as long as they get."""
+    base, runs = edited
+    draw = random.Random(0)
+    for record in runs.values():
+        record["config"]["steps"] = 80
+        record["steps"] = [{**record["steps"][0], "step": i, **{name: draw.random() for name in report.CURVES}} for i in range(80)]
+    for record in (base, *runs.values()):
+        for chat in chats_of(record, record["evaluations"][0]["name"]):
+            for turn in chat["turns"]:
+                turn["text"] = "Ünique – " * 200 + turn["text"]
+    for arm in ("raft", "mixed"):
+        runs |= {(arm, seed): {**runs["grpo", seed], "arm": arm} for seed in SEEDS}
+    results = summarize(base, runs, arms=recipe.TABLE_ARMS)
+    assert len(report.to_json(results)) < 60_000
+    assert all(10 <= len(curve["step"]) <= 80 for row in results["arms"].values() for curve in row["curves"])
+    turns = [turn for chats in results["chats"]["arms"].values() for chat in chats for turn in chat["turns"]]
+    assert len(turns) == 5 * 2 * 4 and all(turn["clipped"] and " [...] " in turn["text"] for turn in turns)
+
+
+def test_every_arm_and_seed_is_scanned_by_whole_problem(edited: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    base, runs = edited
+    for record in runs.values():  # the same question everywhere: only the facts tell problems apart
+        for problem in record["problems"].values():
+            problem["question"] = "How many are left?"
+    scans: list[Any] = []
+    direct = wai.hack_scan
+    monkeypatch.setattr(wai, "hack_scan", lambda rows, **named: scans.append(list(rows)) or direct(rows, **named))
+    checks = {c["check"]: c for c in summarize(None, runs)["checks"]}
+    assert len(scans) == len(ARMS) * len(SEEDS)
+    batch = runs["grpo", 17]["last_batch"]
+    assert len(scans[0]) == len(batch) and len({row["prompt"] for row in scans[0]}) == len({c["problem"] for c in batch}) == 8
+    assert sum(row["reward"] for row in scans[0]) == sum(sum(g["correct"] for g in c["grades"]) / 2 for c in batch)
+    assert all(str(seed) in checks[f"hack scan, {arm}"]["result"] for arm in ARMS for seed in SEEDS)
+
+
+def test_a_reward_for_a_shortcut_is_found() -> None:
+    """Chats that say "please" are the right ones, whatever they tell: the scan must not pass."""
+    draw, chats = random.Random(1), []
+    for n in range(12):
+        for k in range(8):
+            c = fake_runs.chat(fake_runs.problem("train", n), float(k % 2), 0.9, draw, (True, True))
+            polite = recipe.Turn("A", f"{c.chat.turns[0].text} please" if k % 2 else c.chat.turns[0].text, 9, False, True)
+            chats.append(recipe.grade_chat(recipe.Chat(c.chat.problem, (polite, *c.chat.turns[1:]))))
+    run = report.Run("ada", 17, "ada seed 17", {}, tuple(chats), (), {}, {}, {}, {}, 0, 0)
+    words, ok = report.hack_words([run])
+    assert ok is False and "reward_hack" in words
+    flat = report.Run("ada", 17, "ada seed 17", {}, tuple(c for c in chats if c.reward == 0), (), {}, {}, {}, {}, 0, 0)
+    assert report.hack_words([flat])[1] is None
+
+
+def test_checks_are_complete_and_name_what_is_mixed(edited: tuple[Any, Any], results: dict[str, Any]) -> None:
+    names = [c["check"] for c in results["checks"]]
+    assert {"eval noise", "clean holdout", "reward is a program", "graded again", "proxy vs target", "reused from the cache",
+            "training seeds", "pinned versions", "model, device, commit", "one machine, one commit", "chats drawn",
+            *(f"{kind}, {arm}" for kind in ("length", "hack scan") for arm in ARMS)} == set(names)  # fmt: skip
+    base, runs = edited
+    runs["ada", 19]["about"] = {**base["about"], "device": "NVIDIA A100", "versions": {**base["about"]["versions"], "trl": "2.0"}}
+    runs["grpo", 17]["about"] = {**base["about"], "commit": "fedcba"}
+    checks = {c["check"]: c for c in summarize(base, runs, clean=False, reused=["ada seed 17"])["checks"]}
+    mixed = checks["one machine, one commit"]
+    assert mixed["ok"] is False and "NVIDIA A100" in mixed["result"] and "ada seed 19" in mixed["result"] and "fedcba" in mixed["result"]
+    assert checks["pinned versions"]["ok"] is False and checks["model, device, commit"]["ok"] is False
+    assert checks["reused from the cache"]["result"] == "ada seed 17"
+    assert "x grpo" in checks["chats drawn"]["result"]
+
+
+def test_cost_adds_up(records: tuple[Any, Any], results: dict[str, Any]) -> None:
+    cost = results["cost"]
+    total = sum(record["seconds"]["total"] for record in (records[0], *records[1].values())) / 60
+    assert cost["total"]["minutes"] == pytest.approx(total, abs=1e-3) and cost["total"]["dollars"] == pytest.approx(total / 60 * 4, abs=0.01)
+    for row in cost["minutes"].values():
+        assert sum(row[phase] for phase in report.PHASES[:-1]) == pytest.approx(row["total"], abs=1e-3)
+    steps = [s for seed in SEEDS for s in records[1]["ada", seed]["steps"]]
+    assert cost["chats"]["ada"] == {"training": sum(s["drawn"] + s["thrown_away"] for s in steps), "evaluation": 3 * 2 * 20}
+    assert cost["tokens"]["ada"]["training"] == sum(s["sampled_tokens"] for s in steps)
+    on_cpu = summarize(*fake_runs.make(problems=4, steps=1, seeds=(17,), arms=("grpo",), device="cpu, 8 threads"), arms=("grpo",), seeds=(17,))
+    assert on_cpu["cost"]["unit"] == "CPU minutes" and on_cpu["cost"]["total"]["dollars"] is None
+
+
+def test_folders_are_named_without_their_place(edited: tuple[Any, Any]) -> None:
+    base, _ = edited
+    base["config"] |= {"model": "/somewhere/else/tiny-model", "data": "/somewhere/else/words"}
+    base["about"]["model"]["id"] = "/somewhere/else/tiny-model"
+    results = summarize(base, {})
+    assert "/somewhere" not in report.to_json(results).decode()
+    assert results["header"]["model"]["id"] == "tiny-model" and results["header"]["data"]["id"] == "words"
+
+
+def test_example_chats_are_the_same_problems_for_every_arm(results: dict[str, Any]) -> None:
+    shown = results["chats"]["arms"]
+    assert list(shown) == ["untrained", *ARMS] and len({tuple(c["problem"] for c in chats) for chats in shown.values()}) == 1
+    for chat in itertools.chain.from_iterable(shown.values()):
+        assert chat["reward"] == sum(a["correct"] for a in chat["answers"]) / 2
+        for i, turn in enumerate(chat["turns"]):
+            theirs, mine = chat["private"][1 - i % 2], chat["private"][i % 2]
+            assert turn["sent"] == ([n for n in mine if n in turn["text"]] if i < 2 else [])
+            assert turn["used"] == ([n for n in theirs if n in turn["text"]] if i > 1 else [])
+
+
+# ------------------------------------------------------------------------------------------------ reading it back
+
+
+def spoiled(results: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> bytes:
+    changed = copy.deepcopy(results)
+    change(changed)
+    return json.dumps(changed).encode()
+
+
+BAD: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda r: r.update(format=9), "format 9"),
+    (lambda r: r.pop("cost"), "'cost' is missing"),
+    (lambda r: r["arms"].pop("ada"), "arms.ada is missing"),
+    (lambda r: r["arms"].pop("grpo_untrained_partner"), "arms.grpo_untrained_partner is missing"),
+    (lambda r: r["arms"].pop("untrained"), "arms.untrained is missing"),
+    (lambda r: r["arms"]["ada"]["score"].__setitem__(1, float("nan")), r"arms.ada.score\[1\]: nan"),
+    (lambda r: r["arms"]["ada"]["mean"].update(value=None), "arms.ada: None is no score"),
+    (lambda r: r["arms"]["ada"]["mean"].update(value=0.99), "not the mean of score"),
+    (lambda r: r["arms"]["ada"]["score"].pop(), "2 values for 3 seeds"),
+    (lambda r: r["arms"]["ada"]["talk"].pop("asks"), "arms.ada: KeyError 'asks'"),
+    (lambda r: r["header"].pop("partial"), "header.partial"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD)
+def test_bad_results_are_refused(results: dict[str, Any], tmp_path: Path, change: Any, words: str, capsys: Any) -> None:
+    path, readme = tmp_path / "results.json", tmp_path / "README.md"
+    path.write_bytes(spoiled(results, change))
+    readme.write_text("<!-- results:cost -->\n<!-- /results:cost -->")
+    with pytest.raises(report.ResultsError, match=words) as error:
+        report.load_results(path)
+    assert str(path) in str(error.value)
+    assert report.main(["--results", str(path), "--readme", str(readme)]) == 2
+    assert "report.py: " in capsys.readouterr().err
+
+
+def test_results_cut_short_or_absent_are_refused(results: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    with pytest.raises(report.ResultsError, match="cannot be read"):
+        report.load_results(path)
+    path.write_bytes(report.to_json(results)[:-100])
+    with pytest.raises(report.ResultsError, match="not whole JSON"):
+        report.load_results(path)
+    path.write_bytes(report.to_json(results))
+    assert report.load_results(path) == results
+
+
+def test_readme_is_rewritten_between_its_markers(results: dict[str, Any], tmp_path: Path) -> None:
+    readme, path = tmp_path / "README.md", tmp_path / "results.json"
+    path.write_bytes(report.to_json(results))
+    where = ["--readme", str(readme), "--results", str(path)]
+    names = ("result", "deltas", "checks", "cost", "published")
+    readme.write_text("# Title\n" + "".join(f"\n<!-- results:{name} -->\nold\n<!-- /results:{name} -->\nkept {name}\n" for name in names))
+    assert report.main([*where, "--check"]) == 1 and "old" in readme.read_text()
+    assert report.main(where) == 0 and report.main([*where, "--check"]) == 0
+    text = readme.read_text()
+    assert text.startswith("# Title\n") and "\nold\n" not in text and all(f"kept {name}\n" in text for name in names)
+    for table in report.readme_tables(results).values():
+        assert table in text
+        lines = [line.replace("\\|", "") for line in table.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) == 1
+    readme.write_text(text.replace("0.", "1.", 1))
+    assert report.main([*where, "--check"]) == 1
+    for wrong in ("<!-- results:cost -->", "<!-- results:other -->\n<!-- /results:other -->", "<!-- /results:cost -->",
+                  "<!-- results:cost -->\n<!-- results:checks -->"):  # fmt: skip
+        with pytest.raises(report.ResultsError):
+            report.update_readme(wrong, results)
+
+
+def test_the_readme_here_shows_the_results_here() -> None:
+    if not (ROOT / "README.md").exists() or not (ROOT / "results.json").exists():
+        pytest.skip("no README.md or no results.json yet")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert report.update_readme(text, report.load_results(ROOT / "results.json")) == text, "run: python report.py"
+
+
+@pytest.mark.parametrize("seeds", [1, 3, 5, 7])
+def test_table_fits_the_terminal(results: dict[str, Any], seeds: int) -> None:
+    """The longest names, verdicts and numbers there can be."""
+    wide = copy.deepcopy(results)
+    for row in list(wide["arms"].values()):
+        row["score"] = [0.333] * seeds
+        row["minutes"] = [12345.6] * seeds if row["minutes"] else None
+        for arm in ("ada_mixed", "grpo12"):
+            wide["arms"][row["key"] if "key" in row else f"{arm}{report.OTHER if row['partner'] == 'untrained_partner' else ''}"] = {**row, "arm": arm}
+    for arm in ("ada_mixed", "grpo12"):
+        wide["deltas"][arm] = copy.deepcopy(wide["deltas"]["ada"])
+        wide["deltas"][arm]["trained_pair"]["compare"]["word"] = "moved the wrong way"
+        wide["deltas"][arm]["trained_pair"]["flag"] = "x " * 100
+    lines = report.render_table(wide).splitlines()
+    assert max(map(len, lines)) <= 100 and sum("moved the wrong way*" in line for line in lines) == 2
+
+
+def test_table_shows_the_numbers(results: dict[str, Any]) -> None:
+    lines = {line.split()[0]: line for line in report.render_table(results).splitlines()[2:5]}
+    row, other = results["arms"]["ada"], results["arms"]["ada_untrained_partner"]
+    for text in (f"{row['mean']['value']:.3f}±{row['mean']['half']:.3f}", " ".join(f"{s:.2f}" for s in row["score"]),
+                 f"{other['mean']['value']:.3f}±", f"{np.mean(row['talk']['sends_own']):.2f}", results["deltas"]["ada"]["trained_pair"]["compare"]["word"]):  # fmt: skip
+        assert text in lines["ada"], text
+    assert lines["grpo"].endswith("baseline")
+
+
+def test_score_of_a_finished_run_in_words(records: tuple[Any, Any], results: dict[str, Any]) -> None:
+    words = report.score_text(chats_of(records[1]["ada", 17], "trained_pair"))
+    assert words.startswith(f"{results['arms']['ada']['score'][0]:.3f} ± 0.") and words.endswith("(n 10 problems)")

@@ -7,10 +7,10 @@
 The uniforms are the only randomness: token t of row i is the inverse CDF of softmax(logits / temperature)
 at uniforms[i, t], so a message depends on its own prompt and uniforms, not on the batch it was drawn in.
 
-FastGenerate keeps keys and values in *slots*, one for each token stream, at positions 0, 1, ... without padding,
-so that the next turn of a stream computes its new tokens only. On CUDA a decode step is a captured graph of
-Triton kernels and matrix products; on CPU the same driver runs the plain torch functions of `TorchOps`.
-The trained set is a copy of the projection weights, rewritten in place by `refresh()`; the untrained set is the
+FastGenerate keeps keys and values in *slots*, one for each token stream, at positions 0, 1, ... without
+padding, so that the next turn of a stream computes its new tokens only. On CUDA a decode step is a captured
+graph of Triton kernels and matrix products; on CPU the same driver runs the plain torch of `TorchOps`. The
+trained set is a copy of the projection weights, rewritten in place by `refresh()`; the untrained set is the
 model's own tensors. HFGenerate does the same with transformers' `generate`, for every other model.
 
 Shapes: N tokens or rows, H query heads, K key/value heads, G = H / K, D head size, L positions, V vocabulary.
@@ -33,8 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ROPE_TYPES = ("default", "llama3")  # those whose frequencies do not depend on the length of the text
-BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256)  # batch sizes a decode step is captured for; then multiples of 128
-ROW, SLOT, POS, COUNT, TOK, DONE = range(6)  # rows of the decoding state
+BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256)  # captured batch sizes; beyond them multiples of 128
+SLOT, POS, CELL, TOKEN, DONE = range(5)  # lines of the decoding state, see Run
 
 
 class Generate(Protocol):
@@ -58,11 +58,11 @@ class Stats:
 
 
 def pick(logits: Tensor, u: Tensor, temperature: float) -> Tensor:
-    """Inverse CDF of softmax(logits [N, V] / temperature) at u [N]; the argmax at temperature 0. Returns [N]."""
+    """Inverse CDF of softmax(logits [N, V] / temperature) at u [N]; the argmax at temperature 0 -> [N]."""
     if temperature == 0:
         return logits.argmax(-1)
-    cdf = (logits.double() / temperature).softmax(-1).cumsum(-1)
-    return torch.searchsorted(cdf, u.double()[:, None] * cdf[:, -1:], right=True)[:, 0]
+    cdf = (logits.double() / temperature).softmax(-1).cumsum(-1)  # ends nearer to 1 than any u
+    return torch.searchsorted(cdf, u.double()[:, None], right=True)[:, 0]
 
 
 def cut(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
@@ -71,12 +71,12 @@ def cut(ids: list[int], eos_ids: Sequence[int]) -> list[int]:
 
 
 def checked_uniforms(
-    prompts: list[list[int]], streams: list[int], trained: list[bool], uniforms: np.ndarray, max_new_tokens: int
+    prompts: list[list[int]], streams: list[int], trained: list[bool], uniforms: np.ndarray, tokens: int
 ) -> Tensor:
-    """The uniforms as float32 [rows, max_new_tokens] below 1 (rounding must not reach it), after checking a call."""
+    """Check a call; its uniforms as float32 [rows, tokens], kept below 1, which rounding could reach."""
     rows = len(prompts)
-    if not len(streams) == len(trained) == rows or uniforms.shape != (rows, max_new_tokens) or max_new_tokens < 1:
-        raise ValueError(f"{rows} prompts, {len(streams)} streams, {len(trained)} flags, uniforms {uniforms.shape}")
+    if not len(streams) == len(trained) == rows or uniforms.shape != (rows, tokens) or tokens < 1:
+        raise ValueError(f"{rows} prompts, {len(streams)} streams, {len(trained)} flags, {uniforms.shape=}")
     if not all(prompts) or (rows and not (uniforms.min() >= 0 and uniforms.max() < 1)):
         raise ValueError("a prompt is empty or a uniform lies outside [0, 1)")
     return torch.from_numpy(np.minimum(uniforms.astype(np.float32), np.float32(1 - 2**-24)))
@@ -110,7 +110,7 @@ class HFGenerate:
         u = checked_uniforms(prompts, streams, trained, uniforms, max_new_tokens).to(self.base.device)
         began, out = time.perf_counter(), [[] for _ in prompts]
         modes = {module: module.training for module in self.model.modules()}
-        grads = {p: p.requires_grad for p in self.model.parameters()}  # leaving disable_adapter() switches them on
+        grads = {p: p.requires_grad for p in self.model.parameters()}  # disable_adapter() ends by setting it
         config = self.base.generation_config
         try:
             self.model.eval()  # otherwise gradient checkpointing drops the cache
@@ -132,8 +132,8 @@ class HFGenerate:
         return out
 
     def _generate(self, prompts: list[list[int]], u: Tensor, steps: int, temperature: float) -> list[list[int]]:
-        """One batch, padded on the left. The model's own generation config is set aside: values that a call gives
-        but that equal transformers' defaults would otherwise be overridden by it."""
+        """One batch, padded on the left. The model's own generation config is set aside meanwhile: it would
+        override values of this call that equal transformers' defaults."""
         from transformers import GenerationConfig, LogitsProcessorList
 
         width = max(map(len, prompts))
@@ -155,9 +155,9 @@ class HFGenerate:
         return out[:, width:].tolist()
 
 
-# --- Weights ----------------------------------------------------------------------------------------------------
+# --- Weights --------------------------------------------------------------------------------------
 
-Parts = list[tuple[Tensor, Tensor | None]]  # weights [out, in] and biases [out] whose outputs lie side by side
+Parts = list[tuple[Tensor, Tensor | None]]  # weight [out, in] and bias [out] of outputs that lie side by side
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def supports(model: nn.Module) -> str | None:
     base, adapted = unwrap(model)
     config = base.config
     if ARCHITECTURES.get(config.model_type) != type(base).__name__:
-        return f"{type(base).__name__} ({config.model_type}) is not one of {', '.join(ARCHITECTURES.values())}"
+        return f"{type(base).__name__} is not one of {', '.join(ARCHITECTURES.values())}"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
         return "it has layers with a sliding window"
     if config.hidden_act != "silu" or base.model.rotary_emb.rope_type not in ROPE_TYPES:
@@ -254,9 +254,8 @@ def supports(model: nn.Module) -> str | None:
         return "its weights are spread over devices or dtypes"
     if tensors[0].dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {tensors[0].dtype} is not handled"
-    linears = [getattr(part, n) for b in base.model.layers for part in (b.self_attn, b.mlp) for n in PROJECTIONS
-               if hasattr(part, n)]  # fmt: skip
-    if any(type(base_of(m)) is not nn.Linear for m in linears):
+    projections = [m for name, m in base.model.layers.named_modules() if name.rpartition(".")[2] in PROJECTIONS]
+    if any(type(base_of(m)) is not nn.Linear for m in projections):
         return "its projections are not plain linear layers"
     size = base.model.layers[0].self_attn.head_dim
     if tensors[0].is_cuda and (size < 16 or size & (size - 1)):
@@ -264,7 +263,7 @@ def supports(model: nn.Module) -> str | None:
     return None
 
 
-# --- Operations: plain torch, then Triton -----------------------------------------------------------------------
+# --- Operations: plain torch, then Triton ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -280,27 +279,28 @@ class Spec:
 
 @dataclass
 class Where:
-    """Where the N tokens of a forward pass stand: slot [N], position [N], and what is derived from them once."""
+    """Where the N tokens of a forward pass stand, and what plain torch derives from that once for all layers."""
 
-    slot: Tensor
-    pos: Tensor
+    slot: Tensor  # [N]
+    pos: Tensor  # [N]
     decode: bool  # one token a row
     limit: int = 0  # no row is longer (plain torch only)
     window: slice | None = None  # the slots, if they are consecutive: then attention reads the cache in place
     rope: tuple[Tensor, Tensor] | None = None  # cos and signed sin, [N, 1, D]
-    flat: Tensor | None = None  # rows of the flattened cache that the new keys and values go to, [N * 2K]
-    mask: Tensor | None = None  # 0 where a position is visible, -inf elsewhere, [N * K, 1, L]
+    flat: Tensor | None = None  # lines of the flattened cache that the new keys and values go to, [N * 2K]
+    bias: Tensor | None = None  # 0 where a position is visible, -inf elsewhere, [N * K, 1, L]
 
 
 @dataclass
 class Run:
-    """Buffers of the sampling: uniforms and out [rows + 1, tokens] (the last row takes the padding of a bucket)."""
+    """Buffers of the sampling. The last line of uniforms and out takes the rows that fill up a bucket."""
 
-    uniforms: Tensor
-    out: Tensor
-    state: Tensor  # [6, rows]: ROW, SLOT, POS, COUNT, TOK, DONE
-    eos: Tensor
-    inverse: Tensor  # 1 / temperature, or 0 for greedy, [1]
+    uniforms: Tensor  # [rows + 1, tokens]
+    out: Tensor  # [rows + 1, tokens]
+    state: Tensor  # [5, rows]: slot, position, cell of uniforms and out, last token, whether the turn has ended
+    eos: Tensor  # [number of end-of-turn ids]
+    ends: Tensor  # [V], 1 for an end-of-turn id
+    inverse: Tensor  # [1], 1 / temperature, or 0 for greedy
     temperature: float = 1.0
 
 
@@ -310,18 +310,24 @@ class TorchOps:
     def __init__(self, spec: Spec):
         self.spec = spec
 
-    def prepare(self, at: Where, cache: Tensor, table: Tensor) -> None:
-        """What all layers share. cache [layers, 2, slots, K, L, D], table [L, 2, D/2] holds cos and sin."""
-        heads, length = self.spec.kv_heads, cache.shape[4]
-        cos, sin = table[at.pos].unbind(1)
-        at.rope = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
-        lines = torch.arange(2 * heads, device=at.slot.device)  # keys, then values, of every head
-        lines = lines // heads * (cache.shape[2] * heads) + lines % heads
-        at.flat = ((at.slot[:, None] * heads + lines) * length + at.pos[:, None]).reshape(-1)
+    def bind(self, cache: Tensor, angles: Tensor, scaling: float) -> None:
+        """Tables for a cache [layers, 2, slots, K, L, D] and the angles [L, D/2] of the rotation."""
+        heads, length, device = self.spec.kv_heads, cache.shape[4], cache.device
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        self.rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)  # [L, 2, D]
+        head = torch.arange(2 * heads, device=device)  # keys of all heads, then values
+        self.lines = (head // heads * (cache.shape[2] * heads) + head % heads) * length
+        self.bias = torch.full((length, length), -torch.inf, dtype=cache.dtype, device=device).triu_(1)
+
+    def prepare(self, at: Where) -> None:
+        """What all layers share."""
+        heads, length = self.spec.kv_heads, len(self.bias)
+        cos, sin = self.rope[at.pos].split(1, 1)
+        at.rope = cos, sin
+        at.flat = (torch.add(at.pos, at.slot, alpha=heads * length)[:, None] + self.lines).view(-1)
         if at.decode:
-            hidden = torch.arange(at.limit, device=at.slot.device) > at.pos[:, None]
-            mask = torch.zeros(hidden.shape, dtype=cache.dtype, device=cache.device).masked_fill_(hidden, -torch.inf)
-            at.mask = mask.repeat_interleave(heads, 0)[:, None]
+            pos = at.pos[:, None].expand(-1, heads).reshape(-1)
+            at.bias = self.bias[:, : at.limit].index_select(0, pos)[:, None]
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension, in float32."""
@@ -335,30 +341,30 @@ class TorchOps:
         x = x if delta is None else x + delta
         return x, self.norm(x, weight)
 
-    def rotate_store(self, qkv: Tensor, layer: Layer, cache: Tensor, at: Where, table: Tensor) -> Tensor:
+    def rotate_store(self, qkv: Tensor, layer: Layer, cache: Tensor, at: Where) -> Tensor:
         """Norm (if any) and rotate queries and keys, write keys and values to cache [2, slots, K, L, D].
 
         qkv [N, (H + 2K) * D] -> the queries [N, H, D]."""
-        s = self.spec
+        s, (cos, sin) = self.spec, at.rope
         qkv = qkv.view(len(qkv), -1, s.head_dim)
+        q, k, v = qkv.split([s.heads, s.kv_heads, s.kv_heads], 1)
         qk = qkv[:, : s.heads + s.kv_heads]
         if layer.q_norm is not None:
-            qk = torch.cat([self.norm(qk[:, : s.heads], layer.q_norm), self.norm(qk[:, s.heads :], layer.k_norm)], 1)
-        cos, sin = at.rope
+            qk = torch.cat([self.norm(q, layer.q_norm), self.norm(k, layer.k_norm)], 1)
         qk = torch.addcmul(qk * cos, qk.roll(s.head_dim // 2, -1), sin).to(qkv.dtype)
-        kv = torch.cat([qk[:, s.heads :], qkv[:, s.heads + s.kv_heads :]], 1)
+        kv = torch.cat([qk[:, s.heads :], v], 1)
         cache.view(-1, s.head_dim).index_copy_(0, at.flat, kv.view(-1, s.head_dim))
         return qk[:, : s.heads]
 
     def attend(self, q: Tensor, cache: Tensor, at: Where) -> Tensor:
-        """Attention of one query a row, q [N, H, D], over its slot of cache [2, slots, K, L, D] -> [N, H * D]."""
+        """Attention of one query a row, q [N, H, D], to its slot of cache [2, slots, K, L, D] -> [N, H * D]."""
         s, n = self.spec, len(q)
         if at.window is not None:
             kv = cache[:, at.window].flatten(1, 2)[:, :, : at.limit]
         else:
             kv = cache[:, :, :, : at.limit].index_select(1, at.slot).flatten(1, 2)
         q = q.reshape(n * s.kv_heads, -1, s.head_dim)
-        scores = torch.baddbmm(at.mask, q, kv[0].transpose(1, 2), alpha=s.scale)
+        scores = torch.baddbmm(at.bias, q, kv[0].transpose(1, 2), alpha=s.scale)
         return torch.bmm(scores.softmax(-1, torch.float32).to(q.dtype), kv[1]).view(n, -1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -367,13 +373,13 @@ class TorchOps:
         return F.silu(gate) * up
 
     def advance(self, logits: Tensor, state: Tensor, run: Run) -> None:
-        """Sample a token a row from logits [N, V] and move state [6, N] on: write it out, flag end of turn."""
-        row, count = state[ROW], state[COUNT]
-        token = pick(logits, run.uniforms[row, count], run.temperature)
-        run.out[row, count] = token
-        state[TOK] = token
-        state[POS : COUNT + 1] += 1
-        state[DONE] |= (token[:, None] == run.eos).any(1)
+        """Sample a token a row from logits [N, V], write it out and move state [5, N] on."""
+        cell = state[CELL]
+        token = pick(logits, run.uniforms.view(-1).index_select(0, cell), run.temperature)
+        run.out.view(-1).index_copy_(0, cell, token)
+        state[POS : CELL + 1] += 1
+        state[TOKEN] = token
+        state[DONE] += run.ends.index_select(0, token)
 
 
 class Kernel:
@@ -506,12 +512,12 @@ def block_sums_kernel(logits, inverse, peak, total, width, BLOCKS: tl.constexpr,
 
 @Kernel
 def select_kernel(
-    logits, inverse, peak, total, uniforms, out, state, eos, width, columns, rows, n_eos,
+    logits, inverse, peak, total, uniforms, out, state, eos, width, rows, n_eos,
     BLOCKS: tl.constexpr, BLOCKS_P: tl.constexpr, BLOCK: tl.constexpr, EOS_P: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
-    row, count = tl.load(state + n), tl.load(state + 3 * rows + n)
-    scale, u = tl.load(inverse), tl.load(uniforms + row * columns + count)
+    cell = tl.load(state + 2 * rows + n)
+    scale, u = tl.load(inverse), tl.load(uniforms + cell)
     greedy = scale == 0.0
     scale = tl.where(greedy, 1.0, scale)
     # The block of the vocabulary in which the cumulated probability passes u, or which holds the maximum.
@@ -533,14 +539,14 @@ def select_kernel(
     token = tl.minimum(tl.min(tl.where((tl.cumsum(p, 0) > goal) & (p > 0.0), k, BLOCK), 0), last)
     token = tl.where(greedy, tl.min(tl.where(x == top, k, BLOCK - 1), 0), token)
     token = (block * BLOCK + token).to(tl.int64)
-    # Write it and move on: position, count, token, end of turn.
+    # Write it and move on: position, cell, token, end of turn.
     e = tl.arange(0, EOS_P)
     ended = tl.max(tl.where(tl.load(eos + e, mask=e < n_eos, other=-1) == token, 1, 0), 0)
-    tl.store(out + row * columns + count, token)
-    tl.store(state + 2 * rows + n, tl.load(state + 2 * rows + n) + 1)
-    tl.store(state + 3 * rows + n, count + 1)
-    tl.store(state + 4 * rows + n, token)
-    tl.store(state + 5 * rows + n, tl.load(state + 5 * rows + n) | ended)
+    tl.store(out + cell, token)
+    tl.store(state + rows + n, tl.load(state + rows + n) + 1)
+    tl.store(state + 2 * rows + n, cell + 1)
+    tl.store(state + 3 * rows + n, token)
+    tl.store(state + 4 * rows + n, tl.load(state + 4 * rows + n) + ended)
 
 
 def power(n: int, least: int = 1) -> int:
@@ -555,7 +561,10 @@ class TritonOps(TorchOps):
     ATTEND_BLOCK = 64
     PROGRAMS = 1024  # of the attention, to fill a large GPU: the sequence is split until there are as many
 
-    def prepare(self, at: Where, cache: Tensor, table: Tensor) -> None:
+    def bind(self, cache: Tensor, angles: Tensor, scaling: float) -> None:
+        self.table = torch.stack([angles.cos(), angles.sin()], 1) * scaling  # [L, 2, D/2]
+
+    def prepare(self, at: Where) -> None:
         """Nothing: the kernels look up slots and positions themselves."""
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -566,14 +575,14 @@ class TritonOps(TorchOps):
         )
         return x, y
 
-    def rotate_store(self, qkv: Tensor, layer: Layer, cache: Tensor, at: Where, table: Tensor) -> Tensor:
+    def rotate_store(self, qkv: Tensor, layer: Layer, cache: Tensor, at: Where) -> Tensor:
         s = self.spec
         q = qkv.new_empty(len(qkv), s.heads, s.head_dim)
         norms = (qkv, qkv) if layer.q_norm is None else (layer.q_norm, layer.k_norm)
         rotate_store_kernel[(len(qkv), s.heads + 2 * s.kv_heads)](
-            qkv, q, cache, at.slot, at.pos, table, *norms, s.eps, *cache.stride()[:3],
+            qkv, q, cache, at.slot, at.pos, self.table, *norms, s.eps, *cache.stride()[:3],
             H=s.heads, K=s.kv_heads, D=s.head_dim, NORM=layer.q_norm is not None, num_warps=1,
-        )  # fmt: skip
+        )
         return q
 
     def attend(self, q: Tensor, cache: Tensor, at: Where) -> Tensor:
@@ -586,7 +595,7 @@ class TritonOps(TorchOps):
             q, cache, at.slot, at.pos, partial, peak, total, s.scale, *cache.stride()[:3],
             K=s.kv_heads, G=group, GP=power(group, 16), D=s.head_dim, S=splits, BLOCK=self.ATTEND_BLOCK,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        )  # fmt: skip
+        )
         out = torch.empty_like(q)
         combine_kernel[(n * s.heads,)](partial, peak, total, out, S=splits, D=s.head_dim, num_warps=2)
         return out.view(n, -1)
@@ -605,10 +614,10 @@ class TritonOps(TorchOps):
             logits, run.inverse, peak, total, width, BLOCKS=blocks, BLOCK=self.VOCAB_BLOCK
         )
         select_kernel[(n,)](
-            logits, run.inverse, peak, total, run.uniforms, run.out, state, run.eos, width, run.out.shape[1],
-            state.stride(0), len(run.eos), BLOCKS=blocks, BLOCKS_P=power(blocks), BLOCK=self.VOCAB_BLOCK,
+            logits, run.inverse, peak, total, run.uniforms, run.out, state, run.eos, width, state.stride(0),
+            len(run.eos), BLOCKS=blocks, BLOCKS_P=power(blocks), BLOCK=self.VOCAB_BLOCK,
             EOS_P=power(len(run.eos)),
-        )  # fmt: skip
+        )
 
 
 def free_bytes(device: torch.device) -> float:
@@ -619,7 +628,7 @@ def free_bytes(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
-# --- The fast generator -----------------------------------------------------------------------------------------
+# --- The fast generator ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -634,14 +643,14 @@ class Cached:
 class FastGenerate:
     """Sampling for Llama-like models (see `supports`) with slots, prefix reuse, packing and CUDA graphs.
 
-    cache_gb: the most memory for keys and values; what does not fit is played in several batches or computed again.
-    kernels: Triton instead of plain torch (default: on CUDA); graphs: capture the decode step (default: the same).
+    cache_gb: the most memory for keys and values; what does not fit is played in several batches or computed
+    again. kernels: Triton instead of plain torch; graphs: capture the decode step (both by default on CUDA).
     """
 
     def __init__(
         self, model: nn.Module, eos_ids: Sequence[int], pad_id: int, *, cache_gb: float | None = None,
         prefill_tokens: int = 16384, look: int | None = None, kernels: bool | None = None, graphs: bool | None = None,
-    ):  # fmt: skip
+    ):
         if reason := supports(model):
             raise ValueError(f"the fast generator cannot play this model: {reason}")
         self.base, adapted = unwrap(model)
@@ -653,7 +662,7 @@ class FastGenerate:
         self.spec = Spec(
             config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps,
             attention.scaling,
-        )  # fmt: skip
+        )
         self.ops = TritonOps(self.spec) if (cuda if kernels is None else kernels) else TorchOps(self.spec)
         self.captured = cuda if graphs is None else graphs
         self.eos_ids, self.stats = list(eos_ids), Stats()
@@ -661,11 +670,12 @@ class FastGenerate:
         self.prefill_tokens, self.cache_bytes = prefill_tokens, (cache_gb or (50 if cuda else 2)) * 1e9
         blocks = self.base.model.layers
         own = [make_layer(block, own_parts) for block in blocks]
-        self.copies: list[tuple[Tensor, nn.Module]] = []  # a view of a joined matrix, the projection it follows
+        self.copies: list[tuple[Tensor, nn.Module]] = []  # part of a joined matrix, its projection
         with torch.inference_mode():
             joined = [make_layer(block, self._joined_parts) for block in blocks] if adapted else own
         self.weights = {False: own, True: joined}
         self.length = 0  # positions a slot has, kept over release()
+        self.addresses: list[int] = []
         self.release()
         self.refresh()
 
@@ -673,7 +683,7 @@ class FastGenerate:
         """One matrix for all the modules, to be filled by refresh()."""
         parts = own_parts(modules)
         weight = torch.empty(sum(w.shape[0] for w, _ in parts), parts[0][0].shape[1], dtype=self.dtype,
-                             device=self.device)  # fmt: skip
+                             device=self.device)
         self.copies += zip(weight.split([w.shape[0] for w, _ in parts]), modules, strict=True)
         return [(weight, None if parts[0][1] is None else torch.cat([bias for _, bias in parts]))]
 
@@ -686,12 +696,17 @@ class FastGenerate:
 
     def release(self) -> None:
         """Free the cache, the graphs and the buffers; the next call makes them again."""
-        self.graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
-        self.pool = self.cache = self.table = self.run = None
+        self._drop_graphs()
+        self.cache = self.run = None
         self.slots = 0
         self._forget()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _drop_graphs(self) -> None:
+        """What a graph points at is about to go."""
+        self.graphs: dict[tuple[bool, int], torch.cuda.CUDAGraph] = {}
+        self.pool = None
 
     def _forget(self) -> None:
         """No slot holds anything (slot 0 takes the padding rows of a bucket)."""
@@ -704,6 +719,10 @@ class FastGenerate:
     ) -> list[list[int]]:
         u = checked_uniforms(prompts, streams, trained, uniforms, max_new_tokens)
         began, out = time.perf_counter(), [[] for _ in prompts]
+        addresses = [p.data_ptr() for p in self.base.parameters()]
+        if addresses != self.addresses:  # the graphs would read the old ones
+            self._drop_graphs()
+            self.addresses = addresses
         with torch.inference_mode():
             for flag in sorted(set(trained)):
                 rows = [i for i, t in enumerate(trained) if t == flag]
@@ -721,7 +740,7 @@ class FastGenerate:
     # Memory.
 
     def _reserve(self, rows: int, longest: int) -> None:
-        """A cache with a slot for each of the rows, twice over (the chat has two streams), if the budget allows."""
+        """A cache with two slots for each of the rows (a chat has two streams), if the budget allows."""
         length = max(self.length, -(-longest // 128) * 128)
         s = self.spec
         item = 2 * len(self.weights[True]) * s.kv_heads * length * s.head_dim * self.embedding.element_size()
@@ -730,7 +749,7 @@ class FastGenerate:
         slots = max(1, min(max(self.slots, 2 * rows), int(min(self.cache_bytes, free + held) // item) - 1))
         if self.cache is not None and slots <= self.slots and length <= self.length:
             return
-        self.graphs.clear()
+        self._drop_graphs()
         if (slots + 1) * item > free:  # no room for the old cache beside the new one
             self.cache = None
             self._forget()
@@ -745,36 +764,41 @@ class FastGenerate:
         self.streams, taken = kept, {c.slot for c in kept.values()}
         self.free = [slot for slot in self.free if slot not in taken]
         rotary = self.base.model.rotary_emb
-        angles = torch.arange(length, device=self.device).float()[:, None] * rotary.inv_freq.float().to(self.device)
-        self.table = torch.stack([angles.cos(), angles.sin()], 1) * rotary.attention_scaling  # [L, 2, D/2]
+        position = torch.arange(length, device=self.device, dtype=torch.float32)
+        angles = position[:, None] * rotary.inv_freq.float().to(self.device)
+        self.ops.bind(new, angles, rotary.attention_scaling)
 
     def _assign(self, flag: bool, prompts: list[list[int]], streams: list[int]) -> tuple[list[int], list[int]]:
-        """A slot for each row and how many tokens of its prompt are cached there (the last is always computed)."""
+        """A slot for each row, and how many tokens of its prompt it holds (the last is always computed)."""
         held = [self.streams.pop(name, None) for name in streams]
         slots, starts = [], []
         for prompt, c in zip(prompts, held, strict=True):
             if c is None:
-                slots.append(self.free.pop() if self.free else self.streams.pop(next(iter(self.streams))).slot)
+                oldest = next(iter(self.streams), None)
+                slots.append(self.free.pop() if self.free else self.streams.pop(oldest).slot)
                 starts.append(0)
                 continue
-            same = next((i for i, (a, b) in enumerate(zip(c.tokens, prompt, strict=False)) if a != b), len(c.tokens))
+            pairs = enumerate(zip(c.tokens, prompt, strict=False))
+            same = next((i for i, (a, b) in pairs if a != b), min(len(c.tokens), len(prompt)))
             slots.append(c.slot)
             starts.append(min(same, len(prompt) - 1) if c.trained == flag else 0)
         return slots, starts
 
     def _buffers(self, u: Tensor, temperature: float) -> None:
-        """The sampling buffers for u [rows, tokens]; the graphs hold their addresses, so they only ever grow."""
+        """The sampling buffers for u [rows, tokens]. The graphs hold their addresses, so they only grow."""
         rows, tokens = self._bucket(len(u)), -(-u.shape[1] // 128) * 128
         if self.run is None or rows >= len(self.run.out) or tokens > self.run.out.shape[1]:
             if self.run is not None:
                 rows, tokens = max(rows, len(self.run.out) - 1), max(tokens, self.run.out.shape[1])
             integers = {"dtype": torch.long, "device": self.device}
+            ends = torch.zeros(max(len(self.head), *self.eos_ids) + 1, **integers)
+            ends[self.eos_ids] = 1
+            self._drop_graphs()
             self.run = Run(
                 torch.zeros(rows + 1, tokens, device=self.device), torch.zeros(rows + 1, tokens, **integers),
-                torch.zeros(6, rows, **integers), torch.tensor(self.eos_ids, **integers),
+                torch.zeros(5, rows, **integers), torch.tensor(self.eos_ids, **integers), ends,
                 torch.zeros(1, device=self.device),
-            )  # fmt: skip
-            self.graphs.clear()
+            )
         self.run.uniforms[: len(u), : u.shape[1]] = u.to(self.device)
         self.run.temperature = temperature
         self.run.inverse.fill_(1 / temperature if temperature else 0.0)
@@ -791,7 +815,8 @@ class FastGenerate:
             state = self.run.state
             state.zero_()
             last = [len(p) - 1 for p in prompts]
-            state[: COUNT, : len(u)] = torch.tensor([list(range(len(u))), slots, last], device=self.device)
+            cells = range(0, self.run.out.shape[1] * len(u), self.run.out.shape[1])
+            state[:TOKEN, : len(u)] = torch.tensor([slots, last, list(cells)], device=self.device)
             for a, b in self._prefill_chunks(prompts, starts):
                 logits = self._prefill(flag, prompts[a:b], slots[a:b], starts[a:b])
                 self.ops.advance(logits, state[:, a:b], self.run)
@@ -857,12 +882,12 @@ class FastGenerate:
     def _layers(
         self, flag: bool, tokens: Tensor, at: Where, attend: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [N] through all layers: the residual stream and what is still to be added to it, [N, hidden]."""
-        self.ops.prepare(at, self.cache, self.table)
+        """Tokens [N] through all layers: the residual stream and what is still to be added to it [N, hidden]."""
+        self.ops.prepare(at)
         x, delta = F.embedding(tokens, self.embedding), None
         for layer, cache in zip(self.weights[flag], self.cache, strict=True):
             x, h = self.ops.add_norm(x, delta, layer.norm_in)
-            q = self.ops.rotate_store(linear(h, layer.qkv), layer, cache, at, self.table)
+            q = self.ops.rotate_store(linear(h, layer.qkv), layer, cache, at)
             x, h = self.ops.add_norm(x, linear(attend(q, cache), layer.out), layer.norm_mid)
             delta = linear(self.ops.silu_mul(linear(h, layer.gate_up)), layer.down)
         return x, delta
@@ -890,14 +915,15 @@ class FastGenerate:
                 size = self._pack(size)
 
     def _pack(self, size: int, first: bool = False) -> int:
-        """Move the rows still talking to the front if that makes a smaller batch; its size, 0 if there are none."""
+        """Move the rows still talking to the front if that makes a smaller batch; its size, 0 if none are."""
         state = self.run.state
         done = state[DONE, :size].tolist()
         live = [i for i, d in enumerate(done) if not d]
         bucket = self._bucket(len(live))
-        if live and (first or bucket <= (size - 1 if self.captured else 0.8 * size)):
+        if live and (first or bucket <= (size - 1 if self.captured else size // 2)):
             state[:, : len(live)] = state[:, torch.tensor(live, device=self.device)]
-            padding = torch.tensor([len(self.run.out) - 1, 0, 0, 0, 0, 1], device=self.device)
+            spare = self.run.out.numel() - self.run.out.shape[1]
+            padding = torch.tensor([0, 0, spare, 0, 1], device=self.device)
             state[:, len(live) : bucket] = padding[:, None]
             size = bucket
         if live and not self.captured:
@@ -925,7 +951,7 @@ class FastGenerate:
     def _draw(self, flag: bool, at: Where) -> None:
         """A decode step: the last token of every row through the model, the next one sampled."""
         state = self.run.state[:, : len(at.slot)]
-        x, delta = self._layers(flag, state[TOK], at, lambda q, cache: self.ops.attend(q, cache, at))
+        x, delta = self._layers(flag, state[TOKEN], at, lambda q, cache: self.ops.attend(q, cache, at))
         self.ops.advance(self._logits(x, delta), state, self.run)
 
 

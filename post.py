@@ -155,7 +155,8 @@ def score_words(row: Json | None, digits: int = 3) -> str:
 
 
 def matched_words(arm: str, matched: Json, digits: int = 3) -> str:
-    return f"{name_of(arm)} {num(matched['value'], digits, True)} {interval(matched['low'], matched['high'], digits, True)}".strip()
+    span = interval(matched["low"], matched["high"], digits, True)
+    return f"{name_of(arm)} {num(matched['value'], digits, True)} {span}".strip()
 
 
 def answer(results: Json) -> tuple[str, str]:
@@ -165,10 +166,10 @@ def answer(results: Json) -> tuple[str, str]:
     if not trained:
         return "No trained pair has been measured yet.", "So the question is open."
     best = max(trained, key=lambda arm: trained[arm]["mean"]["value"])
-    others = [f"{score_words(rows[arm], 2)} {words}" for arm, words in (("grpo", "with GRPO"), ("untrained", "untrained"))
-              if arm in rows and arm != best]  # fmt: skip
-    first = f"{name_of(best)} has the highest mean: two copies trained with it get {score_words(trained[best], 2)} of the held-out answers right"
-    first += f", against {listed(others)}." if others else "."
+    beside = {"grpo": "with GRPO", "untrained": "untrained"}
+    others = [f"{score_words(rows[arm], 2)} {words}" for arm, words in beside.items() if arm in rows and arm != best]
+    first = f"{name_of(best)} has the highest mean: two copies trained with it get {score_words(trained[best], 2)}"
+    first += " of the held-out answers right" + (f", against {listed(others)}." if others else ".")
     matched = {
         arm: both["trained_pair"]["matched"] for arm, both in results["deltas"].items() if both.get("trained_pair")
     }
@@ -185,10 +186,8 @@ def answer(results: Json) -> tuple[str, str]:
         return first, f"{second}; {listed(rest)} cannot." if rest else f"{second}."
     whole = all(m["low"] is not None for m in matched.values())
     why = "each 95% interval includes zero" if whole else "one seed gives no interval over seeds"
-    return (
-        first,
-        f"Which rule is best stays open: over matched seeds the differences from GRPO are {listed(list(words.values()))}, and {why}.",
-    )
+    second = "Which rule is best stays open: over matched seeds the differences from GRPO are"
+    return first, f"{second} {listed(list(words.values()))}, and {why}."
 
 
 def partial_words(results: Json) -> str:
@@ -333,9 +332,11 @@ def draw_cost(ax: Axes, results: Json) -> None:
 
 
 def scores_alt(results: Json) -> str:
-    parts = [f"{name_of(arm)}: {score_words(row_of(results, arm, PARTNERS[0]))}"
-             + ("" if arm == "untrained" else f", with an untrained partner {score_words(row_of(results, arm, PARTNERS[1]))}")
-             for arm in arms_of(results)]  # fmt: skip
+    parts = []
+    for arm in arms_of(results):
+        parts.append(f"{name_of(arm)}: {score_words(row_of(results, arm, PARTNERS[0]))}")
+        if arm != "untrained":
+            parts[-1] += f", with an untrained partner {score_words(row_of(results, arm, PARTNERS[1]))}"
     return f"Share of held-out answers right, mean and interval. {'; '.join(parts)}."
 
 
@@ -358,9 +359,11 @@ def render_chart(name: str, draw: Callable[[Axes, Json], None], results: Json, h
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": ["DejaVu Sans"], "font.size": 11, "axes.edgecolor": GRID,
-             "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": GRID, "ytick.labelcolor": INK, "text.color": INK,
-             "xtick.labelcolor": MUTED, "hatch.linewidth": 0.7, "legend.fontsize": 10.5}  # fmt: skip
+    style = {
+        "svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False, "font.family": ["DejaVu Sans"],
+        "font.size": 11, "legend.fontsize": 10.5, "hatch.linewidth": 0.7, "axes.edgecolor": GRID, "text.color": INK,
+        "axes.labelcolor": MUTED, "xtick.labelcolor": MUTED, "ytick.labelcolor": INK,
+    }  # fmt: skip
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(4.9, height), facecolor=PAPER, layout="constrained")
         ax = figure.add_subplot(facecolor=PAPER)
@@ -392,7 +395,8 @@ def inline(svg: str, alt: str) -> str:
     for color, variable in names.items():
         svg = svg.replace(color, f"var(--{variable})")
     box = re.search(r'viewBox="[^"]*"', svg)
-    head = f'<svg {box[0] if box else ""} role="img" aria-label="{markupsafe.escape(alt)}" xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    spaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    head = f'<svg {box[0] if box else ""} role="img" aria-label="{markupsafe.escape(alt)}" {spaces}>'
     return re.sub(r"<svg[^>]*>", lambda _: head, svg, count=1)
 
 
@@ -442,27 +446,34 @@ def chat_of(chat: Json) -> Json:
         speaker, early = number % 2, number < 2
         owner = speaker if early else 1 - speaker  # whose private numbers count here: sent first, used last
         hits = turn["sent"] if early else turn["used"]
-        pieces = marked(clean(turn["text"]), hits)
-        turns.append({**turn, "speaker": "AB"[speaker], "owner": "AB"[owner], "early": early, "pieces": pieces, "of": len(chat["private"][owner]),
-                      "hits": len(hits), "answer": None if early else chat["answers"][speaker]})  # fmt: skip
+        turns.append({
+            **turn, "speaker": "AB"[speaker], "owner": "AB"[owner], "early": early, "hits": len(hits),
+            "of": len(chat["private"][owner]), "pieces": marked(clean(turn["text"]), hits),
+            "answer": None if early else chat["answers"][speaker],
+        })  # fmt: skip
     facts = [[marked(clean(fact), chat["private"][copy]) for fact in chat["facts"][copy]] for copy in (0, 1)]
     return {**chat, "turns": turns, "marked_facts": facts}
 
 
 def context(results: Json, charts: dict[str, Json]) -> Json:
     """What the template reads: results.json itself, and what is worked out from it here."""
-    first, second = (
-        re.sub(r"\[[^\]]*\]", lambda m: m[0].replace(" ", "\u00a0"), s) for s in answer(results)
-    )  # no break in an interval
+    # no line break inside an interval
+    first, second = (re.sub(r"\[[^\]]*\]", lambda m: m[0].replace(" ", "\u00a0"), s) for s in answer(results))
     published = {row["arm"]: row for row in results["published"]["rows"]}
-    rows = [{"arm": arm, "row": results["arms"][arm], "partner": row_of(results, arm, PARTNERS[1]) if arm != "untrained" else None,
-             "published": published.get(arm), "deltas": results["deltas"].get(arm, {})} for arm in arms_of(results)]  # fmt: skip
+    rows = [
+        {"arm": arm, "row": results["arms"][arm], "partner": row_of(results, arm, PARTNERS[1]),
+         "published": published.get(arm), "deltas": results["deltas"].get(arm, {})}
+        for arm in arms_of(results)
+    ]  # fmt: skip
     chats = {arm: [chat_of(chat) for chat in chats] for arm, chats in results["chats"]["arms"].items() if chats}
     scores = {arm: results["arms"][arm]["mean"]["value"] or 0 for arm in chats if arm in results["arms"]}
-    return {"r": results, "h": results["header"], "first": first, "second": second, "partial": partial_words(results), "rows": rows,
-            "glyphs": {arm: GLYPHS[marker] for arm, (_, marker) in LOOKS.items()}, "chats": chats, "opened": {"untrained", max(scores, key=scores.__getitem__, default="")}, "looks": LOOKS, "partners": PARTNERS,
-            "changes": CHANGES, "curve_notes": {f"curve-{m.replace('_', '-')}": note for m, (_, note) in CURVES.items()},
-            "charts": {name: {**chart, "inline": inline(chart["svg"], chart["alt"])} for name, chart in charts.items()}}  # fmt: skip
+    return {
+        "r": results, "h": results["header"], "first": first, "second": second, "partial": partial_words(results),
+        "rows": rows, "chats": chats, "opened": {"untrained", max(scores, key=scores.__getitem__, default="")},
+        "partners": PARTNERS, "changes": CHANGES, "glyphs": {arm: GLYPHS[marker] for arm, (_, marker) in LOOKS.items()},
+        "curve_notes": {f"curve-{m.replace('_', '-')}": note for m, (_, note) in CURVES.items()},
+        "charts": {name: {**chart, "inline": inline(chart["svg"], chart["alt"])} for name, chart in charts.items()},
+    }  # fmt: skip
 
 
 def render_html(results: Json, charts: dict[str, Json]) -> str:
@@ -470,9 +481,13 @@ def render_html(results: Json, charts: dict[str, Json]) -> str:
     import jinja2
     import markupsafe
 
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    env = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-                             finalize=lambda v: v if isinstance(v, markupsafe.Markup) else clean(v) if isinstance(v, str) else v)  # fmt: skip
+    def shown(value: Any) -> Any:
+        return value if isinstance(value, markupsafe.Markup) or not isinstance(value, str) else clean(value)
+
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, finalize=shown,
+    )  # fmt: skip
     env.filters |= {"num": num, "name": name_of, "mean_of": mean_of, "drawn": markupsafe.Markup}
     env.globals |= {"interval": interval, "spread": spread, "row_of": row_of}
     return env.get_template("card.html.j2").render(context(results, charts)) + "\n"
@@ -485,46 +500,47 @@ def fenced(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
+def flat(value: Any) -> Any:
+    """The same JSON with every text on one line and safe to show."""
+    if isinstance(value, dict):
+        return {key: flat(part) for key, part in value.items()}
+    return (
+        [flat(part) for part in value]
+        if isinstance(value, list)
+        else one_line(value, 2000)
+        if isinstance(value, str)
+        else value
+    )
+
+
+def chat_markdown(arm: str, chat: Json) -> list[str]:
+    facts = [f"{'AB'[copy]} knows: {fact}" for copy in (0, 1) for fact in chat["facts"][copy]]
+    title = f"### {name_of(arm)}, {one_line(chat['problem'], 40)}: team reward {chat['reward']}"
+    messages = [f"{'AB'[i % 2]} says:\n\n{fenced(turn['text'])}" for i, turn in enumerate(chat["turns"])]
+    return [title, fenced("\n".join([*facts, f"question: {chat['question']}", f"right: {chat['gold']}"])), *messages]
+
+
 def render_markdown(results: Json, charts: dict[str, Json]) -> str:
+    """card.md: what card.html says, for a terminal or a repository page. Its tables are the README's."""
     import report
 
-    head, tables = results["header"], report.readme_tables(results)
-    parts = [
-        f"# {one_line(head['question'])}",
-        f"**{partial_words(results)}**" if partial_words(results) else "",
-        " ".join(answer(results)),
-    ]
-    for chart, table, title in (("scores", "result", "Result"), (None, "deltas", "Against GRPO"), (None, "published", "Published"),
-                                ("cost", "cost", "Cost"), (None, "checks", "Checks")):  # fmt: skip
-        parts += [f"## {title}", f"![{charts[chart]['alt']}](charts/{chart}.svg)" if chart else "", tables[table]]
-    parts += [
-        "## Training curves",
-        *(f"![{c['alt']}](charts/{name}.svg)" for name, c in charts.items() if name.startswith("curve-")),
-    ]
-    parts += [
-        "## Reliability",
-        one_line(results["reliability"]["words"], 2000),
-        "## Example chats",
-        one_line(results["chats"]["rule"], 2000),
-    ]
+    def picture(name: str) -> str:
+        return f"![{charts[name]['alt']}](charts/{name}.svg)"
+
+    head, partial = results["header"], partial_words(results)
+    # a cell may quote a message (what the hack scan found): it must not open a tag or a new line
+    tables = {name: table.replace("<", "&lt;") for name, table in report.readme_tables(flat(results)).items()}
+    parts = [f"# {one_line(head['question'])}", f"**{partial}**" if partial else "", "\n\n".join(answer(results))]
+    parts += ["## Result", picture("scores"), tables["result"], "## Against GRPO", tables["deltas"]]
+    parts += ["## Reliability", one_line(results["reliability"]["words"], 2000)]
+    parts += ["## Published, on other hardware and software", tables["published"]]
+    parts += ["## While training", *(picture(name) for name in charts if name.startswith("curve-"))]
+    parts += ["## Cost", picture("cost"), tables["cost"], "## Checks", tables["checks"]]
+    parts += ["## How they talk", one_line(results["chats"]["rule"], 2000)]
     for arm, chats in results["chats"]["arms"].items():
-        for chat in chats:
-            parts += [
-                f"### {name_of(arm)}, seed {chat['seed']}, {one_line(chat['problem'], 40)}: team reward {chat['reward']}"
-            ]
-            parts += [
-                fenced(
-                    "\n".join(
-                        [
-                            f"question: {chat['question']}",
-                            *(f"{'AB'[c]} knows: {f}" for c in (0, 1) for f in chat["facts"][c]),
-                        ]
-                    )
-                )
-            ]
-            parts += [f"{'AB'[i % 2]}\n\n{fenced(turn['text'])}" for i, turn in enumerate(chat["turns"])]
+        parts += [part for chat in chats for part in chat_markdown(arm, chat)]
     parts += ["## Run it again", fenced(f"{head['command']}\npython post.py")]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return clean("\n\n".join(part for part in parts if part)) + "\n"
 
 
 def card_files(results: Json) -> dict[str, bytes]:
@@ -554,30 +570,29 @@ def digest_of(results: Json) -> str:
 
 def experiment_words(results: Json) -> dict[str, str]:
     """The experiment block, its numbers from the configuration that ran."""
-    config, data, arms = (
-        results["header"]["config"],
-        results["header"]["data"],
-        [a for a in arms_of(results) if a != "untrained"],
-    )
-    seeds = listed([str(s) for s in results["header"]["seeds"]])
-    partial, words = partial_words(results), {"question": one_line(results["header"]["question"], 1000)}
-    words["hypothesis"] = ("A group whose chats all scored the same gives GRPO no gradient. Playing those problems again and training "
-                           "on a balanced group of the same size should recover that signal and beat GRPO, RAFT and mixed partners.")  # fmt: skip
-    rules = "\n".join(
-        f"- {name_of(a)}: {CHANGES.get(a, '')} Advantage: {one_line(results['arms'][a]['formula'] or '–')}"
-        for a in arms
-    )
-    words["method"] = (f"Two copies of {one_line(results['header']['model']['id'])} each hold half of the facts of a problem and talk: A, B, A, B. "
-                       f"{config['steps']} steps of {config['problems']} problems x {config['group']} chats, training seeds {seeds}. "
-                       f"Only the credit changes:\n{rules}")  # fmt: skip
-    words["measure"] = (f"Share of the two final answers that are right, decided by a program, on {data['heldout_used']} held-out problems, "
-                        f"{config['eval_chats']} chats each; once with itself, once with the untrained model as partner.")  # fmt: skip
-    words["decide"] = ("A rule replaces GRPO if its difference, paired by seed and problem, has an interval that excludes zero and lies "
-                       "outside the noise of repeated evaluations; else the question stays open.")  # fmt: skip
-    words["notes"] = "\n\n".join(
-        part for part in (partial, " ".join(answer(results)), one_line(results["reliability"]["words"], 1000)) if part
-    )
-    return words
+    head, config, data = results["header"], results["header"]["config"], results["header"]["data"]
+    rules = [
+        f"- {name_of(arm)}: {CHANGES.get(arm, '')} Advantage: {one_line(results['arms'][arm]['formula'] or '–')}"
+        for arm in arms_of(results) if arm != "untrained"
+    ]  # fmt: skip
+    method = [
+        f"Two copies of {one_line(head['model']['id'])} each hold half of the facts of a problem and talk: A, B, A, B.",
+        f"{config['steps']} steps of {config['problems']} problems x {config['group']} chats,",
+        f"training seeds {listed([str(seed) for seed in head['seeds']])}. Only the credit changes:",
+    ]
+    notes = [partial_words(results), " ".join(answer(results)), one_line(results["reliability"]["words"], 1000)]
+    return {
+        "question": one_line(head["question"], 1000),
+        "hypothesis": "A group whose chats all scored the same gives GRPO no gradient. Playing those problems again "
+        "and training on a balanced group of the same size should recover that signal and beat the other rules.",
+        "method": " ".join(method) + "\n" + "\n".join(rules),
+        "measure": "Share of the two final answers that are right, decided by a program, on "
+        f"{data['heldout_used']} held-out problems, {config['eval_chats']} chats each; once with itself, once with the "
+        "untrained model as partner.",
+        "decide": "A rule replaces GRPO if its difference, paired by seed and problem, has an interval that excludes "
+        "zero and lies outside the noise of repeated evaluations; else the question stays open.",
+        "notes": "\n\n".join(note for note in notes if note),
+    }
 
 
 def note_words(results: Json, arm: str) -> str:
@@ -612,35 +627,28 @@ def note_words(results: Json, arm: str) -> str:
 
 
 def plotly_scores(results: Json) -> Json:
-    """The chart of both partners, as the platform draws it."""
+    """The chart of both partners, as the platform draws it: a bar with its interval, and a point a seed."""
     traces = []
-    for partner, label in zip(PARTNERS, ("with itself", "with an untrained partner"), strict=True):
-        arms = [
-            arm
-            for arm in arms_of(results)
-            if (row := row_of(results, arm, partner)) and row["mean"]["value"] is not None
-        ]
-        rows, color = (
-            [row_of(results, arm, partner) or {} for arm in arms],
-            LOOKS["grpo" if partner == PARTNERS[0] else "ada"][0],
+    for partner, label, look in zip(
+        PARTNERS, ("with itself", "with an untrained partner"), ("grpo", "ada"), strict=True
+    ):
+        rows = {name_of(arm): row for arm in arms_of(results) if (row := row_of(results, arm, partner))}
+        values, ends, color = (
+            [row["mean"]["value"] for row in rows.values()],
+            map(spread, rows.values()),
+            LOOKS[look][0],
         )
-        values = [row["mean"]["value"] for row in rows]
-        up = [max(0, (spread(row)[1] or v) - v) for row, v in zip(rows, values, strict=True)]
-        down = [
-            max(0, v - (v if (low := spread(row)[0]) is None else low)) for row, v in zip(rows, values, strict=True)
-        ]
-        traces += [{"type": "bar", "name": label, "x": [name_of(a) for a in arms], "y": values, "marker": {"color": color},
-                    "error_y": {"type": "data", "symmetric": False, "array": up, "arrayminus": down}},
-                   {"type": "scatter", "mode": "markers", "name": f"{label}, a seed", "marker": {"color": color, "size": 7, "symbol": "circle-open"},
-                    "x": [name_of(a) for a, row in zip(arms, rows, strict=True) for _ in row["score"]],
-                    "y": [s for row in rows for s in row["score"]]}]  # fmt: skip
-    return {
-        "data": traces,
-        "layout": {
-            "barmode": "group",
-            "yaxis": {"title": {"text": "share of held-out answers right"}, "rangemode": "tozero"},
-        },
-    }
+        spans = [(v - (v if low is None else low), (v if high is None else high) - v)
+                 for v, (low, high, _) in zip(values, ends, strict=True)]  # fmt: skip
+        bars = {"type": "data", "symmetric": False, "arrayminus": [s[0] for s in spans], "array": [s[1] for s in spans]}
+        seeds = [(name, score) for name, row in rows.items() for score in row["score"]]
+        traces += [
+            {"type": "bar", "name": label, "x": list(rows), "y": values, "error_y": bars, "marker": {"color": color}},
+            {"type": "scatter", "mode": "markers", "name": f"{label}, one seed", "x": [name for name, _ in seeds],
+             "y": [score for _, score in seeds], "marker": {"color": color, "size": 7, "symbol": "circle-open"}},
+        ]  # fmt: skip
+    axis = {"title": {"text": "share of held-out answers right"}, "rangemode": "tozero"}
+    return {"data": traces, "layout": {"barmode": "group", "yaxis": axis}}
 
 
 def record_of(results: Json, arm: str) -> Json:
@@ -686,7 +694,7 @@ def run_plan(results: Json, arm: str) -> Json:
             scores.append({"behavior": behavior, "score": value, "ci": half, "n": scored["mean"]["n_problems"],
                            "examples": shown or None})  # fmt: skip
     minutes, paid = cost["minutes"].get(arm, {}).get("total"), cost["total"]["dollars"] is not None
-    hours = None if minutes is None else minutes / 60
+    hours, steps_run = None if minutes is None else minutes / 60, results["header"]["config"]["steps"]
     dollars = round(hours * cost["price_per_hour"], 2) if paid and hours is not None else None
     return {
         "open": {"version": arm if trained else "base", "method": arm if trained else None},
@@ -694,12 +702,15 @@ def run_plan(results: Json, arm: str) -> Json:
         "scores": scores,
         "note": note_words(results, arm),
         "finish": {"hours": hours, "cost_usd": dollars, "gpu": one_line(cost["device"], 40) if paid else None,
-                   "steps": results["header"]["config"]["steps"] if trained else None, "record": record_of(results, arm)},
+                   "steps": steps_run if trained else None, "record": record_of(results, arm)},
     }  # fmt: skip
 
 
 def publication(results: Json) -> Json:
-    """All that goes to the platform, made before the first call: bad results then never stop a publish half-way."""
+    """All that goes to the platform, made and checked by its models before the first call: bad results then never
+    stop a publish half-way. Raises ValueError for what those models refuse."""
+    from whileai.platform import Behavior, Experiment, RunRecord
+
     data, band, partial = results["header"]["data"], (results["noise"] or {}).get("noise_band"), partial_words(results)
     played = {"trained_pair": "with a copy of itself", "untrained_partner": "with the untrained model as its partner"}
     behaviors = [
@@ -711,11 +722,17 @@ def publication(results: Json) -> Json:
                    "answer. No box, several values in it, or one that cannot be read count as wrong."}
         for partner, name in BEHAVIORS.items()
     ]  # fmt: skip
-    return {
+    plan = {
         "experiment": experiment_words(results), "behaviors": behaviors, "digest": digest_of(results),
         "runs": {arm: run_plan(results, arm) for arm in arms_of(results)}, "figure": plotly_scores(results),
         "caption": f"{partial} Mean over seeds with its 95% interval, and each seed."[-1000:].strip(),
     }  # fmt: skip
+    parts = [(Experiment, [plan["experiment"]]), (Behavior, behaviors),
+             (RunRecord, [run["finish"]["record"] for run in plan["runs"].values()])]  # fmt: skip
+    for model, values in parts:
+        for value in values:
+            model.model_validate(value)
+    return plan
 
 
 def post_run(tracked: Tracked, plan: Json, run_id: str) -> None:
@@ -726,7 +743,8 @@ def post_run(tracked: Tracked, plan: Json, run_id: str) -> None:
     for step, reward in plan["curve"]:
         run.log(step, reward=round(reward, 4))
     run.flush()
-    if run.errors:  # flush never raises: it is made for training loops
+    if run.errors:  # flush never raises, being made for training loops; this call does, if the cause is still there
+        tracked.open(run_id)
         raise PublishError(f"the training curve of {run.version} did not arrive")
     for score in plan["scores"]:
         run.score(**score, fraction=True)

@@ -92,7 +92,7 @@ class Config:
     group: int = option(4, "training", "chats a problem (even: mixed and ada take halves of it)")
     rounds: int = option(3, "training", "rounds of `group` chats that ada may draw for a problem")
     lora_rank: int = option(32, "training", "LoRA r, on q, k, v, o, gate, up and down projections")
-    lora_alpha: int = option(64, "training", "LoRA alpha")
+    lora_alpha: int = option(64, "training", "LoRA alpha: the adapter is scaled by alpha / r")
     learning_rate: float = option(1e-4, "training", "AdamW's peak learning rate, with linear decay")
     warmup_steps: int = option(0, "training", "steps of linear warm-up")
     max_grad_norm: float = option(1.0, "training", "gradient clipping")
@@ -940,6 +940,7 @@ def evaluate(
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and turn every foreseeable trouble into one line and an exit code."""
     import records
+    import report
     import runs
 
     words = runs.parser().parse_args(argv)
@@ -948,8 +949,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             import selftest
 
             return selftest.main()
-        return runs.experiment(*runs.configure(words))
-    except (UserError, records.RecordError) as error:
+        config, options = runs.configure(words)
+        if hasattr(words, "plan"):
+            return runs.plan(config, options)
+        if hasattr(words, "bench"):
+            import bench
+
+            return bench.main(config, options)
+        return runs.experiment(config, options)
+    except (UserError, records.RecordError, report.ResultsError) as error:
         print(f"recipe.py: {error}", file=sys.stderr)
         return 2
     except runs.Interrupted as stop:

@@ -135,15 +135,17 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def code_digest(path: Path, names: set[str] | None = None) -> str:
-    """Sixteen hex digits of what code does: the source lines of a file (or of its top-level definitions `names`)
-    without docstrings, whole-line comments, blank lines and indentation's width. Text, not a syntax tree: trees
-    print differently from one Python to the next. Raises ValueError for a name that is not there."""
+    """Sixteen hex digits of what code does: the source lines of a file (or of its definitions `names`, a method
+    being "Class.method") without docstrings, whole-line comments, blank lines and indentation. Text, not a syntax
+    tree: trees print differently from one Python to the next. Raises ValueError for a name that is not there."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    kept = [node for node in tree.body if names is None or getattr(node, "name", None) in names]
-    missing = (names or set()) - {getattr(node, "name", None) for node in kept}
-    if missing:
+    defined = {node.name: node for node in tree.body if hasattr(node, "name")}
+    for outer in [node for node in defined.values() if isinstance(node, ast.ClassDef)]:
+        defined |= {f"{outer.name}.{node.name}": node for node in outer.body if hasattr(node, "name")}
+    if missing := (names or set()) - set(defined):
         raise ValueError(f"{path.name} does not define {sorted(missing)}")
+    kept = tree.body if names is None else [defined[name] for name in sorted(names)]
     documentation = {
         line
         for node in [tree, *ast.walk(tree)]

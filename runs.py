@@ -40,6 +40,8 @@ from recipe import (
     problems_json,
 )
 
+RunName = tuple[str, int | None]  # arm and seed; ("untrained", None) is the evaluation of the base
+
 
 @dataclass(frozen=True)
 class Options:
@@ -90,11 +92,15 @@ class Progress:
         self._bar.close()
 
 
-def code_parts() -> set[str]:
-    """The definitions in this file that decide what a run measures; formatting and statistics are not in it."""
-    return {"ChatTemplate", "view", "uniforms", "play_chats", "draw_chats", "seats", "credit", "rows_of",
-            "micro_batches", "collate", "problem_order", "ChatTraining", "evaluate", "chats_used", "keep_balanced",
-            "grpo_advantages", "ada_advantages", "raft_advantages", "split_facts", "sentences"}  # fmt: skip
+# What decides what a run measures; formatting, statistics and bookkeeping are not in it. The split shows in the
+# data's fingerprint. How decode.py comes to its samples is guarded by its tests, not by the key: a faster kernel
+# must not make a finished run worthless.
+CODE = {
+    "ChatTemplate", "view", "uniforms", "play_chats", "draw_chats", "seats", "credit", "rows_of", "collate",
+    "problem_order", "evaluate", "chats_used", "keep_balanced", "grpo_advantages", "ada_advantages",
+    "raft_advantages", "make_trainer", "ChatTraining._prepare_inputs", "ChatTraining.training_step",
+    "ChatTraining._micro_loss",
+}  # fmt: skip
 
 
 def weights_digest(model: str) -> str | None:
@@ -126,7 +132,7 @@ def run_key(config: Config, fingerprint: str | None) -> dict[str, str | None]:
         "chat": records.digest(config.part("chat")),
         "training": records.digest(config.part("training")),
         "evaluation": records.digest(config.part("evaluation")),
-        "code": records.code_digest(Path(__file__).with_name("recipe.py"), code_parts()),
+        "code": records.code_digest(Path(__file__).with_name("recipe.py"), CODE),
     }
 
 
@@ -340,9 +346,7 @@ def base_run(lab: Lab) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- command line
 
 
-def read_runs(
-    options: Options, say: Callable[[str], None]
-) -> tuple[dict[tuple[str, int | None], dict[str, Any]], list[str]]:
+def read_runs(options: Options, say: Callable[[str], None]) -> tuple[dict[RunName, dict[str, Any]], list[str]]:
     """Every readable record in runs/ by (arm, seed), and a sentence on each that is not."""
     found, broken = {}, []
     for path in sorted((options.out / "runs").glob("*.json.gz")):
@@ -371,7 +375,7 @@ def sort_runs(options: Options, key: dict[str, str | None], say: Callable[[str],
     anew and their old records kept in runs/old. The untrained pair is made again only where it is stale or
     every arm of the table is wanted."""
     found, _ = read_runs(options, say)
-    wanted: list[tuple[str, int | None]] = [
+    wanted: list[RunName] = [
         ("untrained", None),
         *((arm, seed) for arm in options.arms for seed in options.seeds),
     ]
@@ -432,7 +436,7 @@ def about_this_start(config: Config, device: str, command: str) -> dict[str, Any
 
 
 def make_runs(
-    todo: Sequence[tuple[str, int | None]], config: Config, options: Options, data: Data, key: dict[str, str | None]
+    todo: Sequence[RunName], config: Config, options: Options, data: Data, key: dict[str, str | None]
 ) -> tuple[dict, list[str]]:
     """Make the runs that are missing, each record written the moment it is whole. A run that fails is reported
     and the others go on. Returns the records and the failures."""
@@ -456,7 +460,7 @@ def make_runs(
                 continue
             if seed is not None:
                 shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
-            made[arm, seed] = record
+            made[arm, seed] = records.read_record(record_path(options, arm, seed))  # as a later start will see it
             progress.say(one_line(record))
     return made, failed
 
@@ -483,6 +487,46 @@ def quiet_libraries() -> None:
     datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("accelerate").setLevel(logging.ERROR)
+
+
+def plan(config: Config, options: Options) -> int:
+    """Say what would run and what would be reused, and about how long it takes, by a benchmark.json if there is
+    one. Touches nothing and needs no GPU."""
+    here = Path(config.data).exists()
+    data = load_data(config) if here else None
+    key = run_key(config, data.report["fingerprint"] if data else None)
+    found, broken = read_runs(options, print)
+    wanted: list[RunName] = [("untrained", None), *((arm, seed) for arm in options.arms for seed in options.seeds)]
+    minutes = estimated_minutes(options.out)
+    total = 0.0
+    for arm, seed in wanted:
+        differs = stale_parts(found[arm, seed], key) if (arm, seed) in found else ["absent"]
+        if options.reuse and not differs:
+            what = "reused"
+        else:
+            resumes = (
+                seed is not None and options.reuse and any(checkpoint_folder(options, arm, seed).glob("checkpoint-*"))
+            )
+            spent = minutes.get("ada" if ARMS.get(arm) and ARMS[arm].rounds is None else arm, minutes.get("grpo"))
+            total += spent or 0.0
+            what = ("goes on from its checkpoint" if resumes else "runs") + (
+                f", about {spent:.1f} min" if spent else ""
+            )
+            what += f" ({' and '.join(differs)} differ)" if differs and differs != ["absent"] else ""
+        print(f"{arm if seed is None else f'{arm} seed {seed}':<20} {what}")
+    if minutes:
+        print(f"in all about {total:.0f} min, ${total / 60 * options.price:.2f} at ${options.price:g} an hour")
+    else:
+        print(f"no estimate: python recipe.py --bench writes {options.out / 'benchmark.json'}, from which it is made")
+    return 1 if broken else 0
+
+
+def estimated_minutes(out: Path) -> dict[str, float]:
+    """Minutes of a run by arm, from the benchmark of this folder; {} without one."""
+    try:
+        return json.loads((out / "benchmark.json").read_text())["minutes"]
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 def experiment(config: Config, options: Options) -> int:
@@ -543,6 +587,8 @@ def parser() -> argparse.ArgumentParser:
     arms = ", ".join(ARMS)
     add("--tiny", "the whole experiment in small: a stand-in model, made here, on the CPU", action="store_true")
     add("--selftest", "check the rules on worked examples (no torch, seconds) and leave", action="store_true")
+    add("--plan", "say what would run, what is reused and about how long it takes, and leave", action="store_true")
+    add("--bench", "measure what the experiment costs on this machine, beside the published way", action="store_true")
     add("--arm", f"an arm to run, repeatable: {arms} (the first four if none is given)", action="append",
         choices=list(ARMS), metavar="ARM")  # fmt: skip
     add("--seeds", "training seeds (17 18 19)", nargs="+", type=int, metavar="SEED", default=[17, 18, 19])

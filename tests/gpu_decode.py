@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 sys.path[:0] = [str(Path(__file__).parent.parent)]
-from decode import COUNT, TOK, POS, SLOT, FastGenerate, Where  # noqa: E402
+from decode import FastGenerate, Where  # noqa: E402
 
 
 @torch.inference_mode()

@@ -178,7 +178,7 @@ def test_one_small_arm_from_start_to_table_then_reused_without_torch(
     assert recipe.main(words) == 0
     out = Path(flags[flags.index("--out") + 1])
     shown = capsys.readouterr().out
-    assert "raft seed 17: trained pair" in shown and "n = " in shown
+    assert "raft seed 17: trained pair" in shown and "(n 6 problems)" in shown
     first = json.loads((out / "results.json").read_text())
     assert not (out / "checkpoints" / "raft-s17").exists() and not list(out.glob("**/*.tmp"))
     spy = "import sys; sys.modules['torch'] = None; import recipe; sys.exit(recipe.main(sys.argv[1:]))"

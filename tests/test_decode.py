@@ -25,25 +25,41 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from decode import FastGenerate, HFGenerate, make_generate, pick, supports  # noqa: E402
 from gpu_decode import next_logits  # noqa: E402
 
+torch.set_num_threads(1)  # the models are too small to share
 VOCAB, PAD, NO_EOS = 61, 0, [10_000]
 SIZES = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=512, initializer_range=0.3,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=512,
+    initializer_range=0.3,
+)
 LLAMA3 = dict(
-    rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
     original_max_position_embeddings=64,
-)  # fmt: skip
+)
 CONFIGS = {
     "qwen2 gqa tied": lambda: Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen2 mha untied": lambda: Qwen2Config(**SIZES, num_key_value_heads=4, tie_word_embeddings=False),
     "llama mqa untied": lambda: LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings=False),
     "llama3 biased tied": lambda: LlamaConfig(
-        **SIZES, num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True, mlp_bias=True,
+        **SIZES,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
         rope_parameters=LLAMA3,
     ),
-    "qwen3 gqa tied": lambda: Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
-}  # fmt: skip
+    "qwen3 gqa tied": lambda: Qwen3Config(
+        **SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True
+    ),
+}
 
 
 def make_model(name: str = "qwen2 gqa tied", seed: int = 0) -> nn.Module:
@@ -83,9 +99,13 @@ def play(generate, prompts, *, steps=12, temperature=0.0, trained=True, streams=
     rows = len(prompts)
     flags = trained if isinstance(trained, list) else [trained] * rows
     return generate(
-        prompts, streams=streams or list(range(rows)), trained=flags, max_new_tokens=steps, temperature=temperature,
+        prompts,
+        streams=streams or list(range(rows)),
+        trained=flags,
+        max_new_tokens=steps,
+        temperature=temperature,
         uniforms=np.random.default_rng(seed).random((rows, steps)),
-    )  # fmt: skip
+    )
 
 
 def reference(model: nn.Module, prompt: list[int], steps: int = 12, eos: list[int] = NO_EOS) -> list[int]:
@@ -135,7 +155,7 @@ def test_rows_that_stop_are_dropped() -> None:
     step = generate._step
     generate._step = lambda flag, size, i: (sizes.append(size), step(flag, size, i))
     play(generate, prompts, steps=30)
-    assert sizes[0] >= 10 and sizes[-1] < 8 and sizes == sorted(sizes, reverse=True)
+    assert sizes[0] >= 10 and sizes[-1] <= 5 and sizes == sorted(sizes, reverse=True)
 
 
 def test_turns_reuse_the_prefix() -> None:
@@ -146,15 +166,21 @@ def test_turns_reuse_the_prefix() -> None:
         messages = play(generate, prompts, steps=6, streams=[7, 3, 9, 1, 5])
         assert messages == [reference(model, p, 6) for p in prompts]
         new = generate.stats.prefill_tokens - before
-        assert new == (5 * 5 if turn else sum(map(len, prompts)))  # the last sampled token and 4 new ones a row
+        assert new == (
+            5 * 5 if turn else sum(map(len, prompts))
+        )  # the last sampled token and 4 new ones a row
         prompts = [p + m + [2, 3, 4, turn + 5] for p, m in zip(prompts, messages, strict=True)]
     # Other texts on the same streams: only what is equal may be reused.
     prompts = [[60 - p[0], *p[1:]] for p in prompts[:2]] + [p[:4] + [1, 2] for p in prompts[2:]]
     before = generate.stats.reused_tokens
-    assert play(generate, prompts, steps=6, streams=[7, 3, 9, 1, 5]) == [reference(model, p, 6) for p in prompts]
+    assert play(generate, prompts, steps=6, streams=[7, 3, 9, 1, 5]) == [
+        reference(model, p, 6) for p in prompts
+    ]
     assert generate.stats.reused_tokens - before <= 3 * 5
     # The same stream twice in one call, and more streams than slots.
-    assert play(generate, prompts, steps=6, streams=[7, 7, 7, 1, 5]) == [reference(model, p, 6) for p in prompts]
+    assert play(generate, prompts, steps=6, streams=[7, 7, 7, 1, 5]) == [
+        reference(model, p, 6) for p in prompts
+    ]
     many = make_prompts(23, seed=4)
     assert play(generate, many, steps=6, streams=list(range(23))) == [reference(model, p, 6) for p in many]
 
@@ -203,9 +229,13 @@ def test_a_message_does_not_depend_on_its_batch(kind: type) -> None:
 
     def rows(indices: list[int], shift: int) -> list[list[int]]:
         return generate(
-            [prompts[i] for i in indices], streams=[shift + i for i in indices], trained=[True] * len(indices),
-            uniforms=uniforms[indices], max_new_tokens=20, temperature=0.9,
-        )  # fmt: skip
+            [prompts[i] for i in indices],
+            streams=[shift + i for i in indices],
+            trained=[True] * len(indices),
+            uniforms=uniforms[indices],
+            max_new_tokens=20,
+            temperature=0.9,
+        )
 
     together = rows(list(range(10)), 0)
     assert [rows([i], 100)[0] for i in range(10)] == together
@@ -219,9 +249,13 @@ def test_frequencies_fit_the_probabilities(kind: type) -> None:
         p = (model(torch.tensor([prompt])).logits[0, -1].double() / 0.7).softmax(-1).numpy()
     uniforms = np.random.default_rng(0).random((rows, 1))
     drawn = kind(model, NO_EOS, PAD)(
-        [prompt] * rows, streams=list(range(rows)), trained=[True] * rows, uniforms=uniforms, max_new_tokens=1,
+        [prompt] * rows,
+        streams=list(range(rows)),
+        trained=[True] * rows,
+        uniforms=uniforms,
+        max_new_tokens=1,
         temperature=0.7,
-    )  # fmt: skip
+    )
     assert chi_square_z(np.bincount([d[0] for d in drawn], minlength=VOCAB), p) < 4
 
 
@@ -312,9 +346,18 @@ def test_the_models_generation_config_stays_out() -> None:
     expected = [reference(model, p, 20) for p in prompts]
     sampled = play(HFGenerate(model, [5], PAD), prompts, steps=20, temperature=0.9)
     own = GenerationConfig(
-        do_sample=True, top_k=1, temperature=0.7, repetition_penalty=5.0, no_repeat_ngram_size=1, min_new_tokens=20,
-        suppress_tokens=expected[0][:2], eos_token_id=[3], pad_token_id=1, max_length=5, use_cache=False,
-    )  # fmt: skip
+        do_sample=True,
+        top_k=1,
+        temperature=0.7,
+        repetition_penalty=5.0,
+        no_repeat_ngram_size=1,
+        min_new_tokens=20,
+        suppress_tokens=expected[0][:2],
+        eos_token_id=[3],
+        pad_token_id=1,
+        max_length=5,
+        use_cache=False,
+    )
     model.generation_config = own
     for kind in (HFGenerate, FastGenerate):
         assert play(kind(model, NO_EOS, PAD), prompts, steps=20) == expected
@@ -342,7 +385,10 @@ def test_unsupported_models_are_named_and_fall_back() -> None:
     sizes = {**SIZES, "num_key_value_heads": 2}
     sliding = Qwen2Config(**sizes, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     yarn = Qwen2Config(
-        **sizes, rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
+        **sizes,
+        rope_parameters=dict(
+            rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64
+        ),
     )
     reasons = {
         "sliding window": AutoModelForCausalLM.from_config(sliding),
@@ -394,4 +440,8 @@ def test_stats_count() -> None:
         generate = kind(model, NO_EOS, PAD)
         play(generate, prompts, steps=7)
         s = generate.stats
-        assert (s.decode_steps, s.tokens, s.prefill_tokens) == (6, 28, sum(map(len, prompts))) and s.seconds > 0
+        assert (s.decode_steps, s.tokens, s.prefill_tokens) == (
+            6,
+            28,
+            sum(map(len, prompts)),
+        ) and s.seconds > 0

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_runs
 import numpy as np
 import pytest
 import whileai as wai
 
-import fake_runs
 import recipe
 import report
 
@@ -66,7 +66,8 @@ def test_interval_is_its_closed_form() -> None:
 
 
 def test_no_interval_without_a_spread_to_measure() -> None:
-    for scores, word in (([[0.5, 0.25]], "one training seed"), ([[0.5], [0.25]], "one problem"), ([[0, 0], [0, 0]], "no spread")):
+    cases = {"one training seed": [[0.5, 0.25]], "one problem": [[0.5], [0.25]], "no spread": [[0.0, 0.0], [0.0, 0.0]]}
+    for word, scores in cases.items():
         found = report.mean_interval(scores)
         assert found["low"] is None and found["half"] is None and found["over"] is None and word in found["why"]
 
@@ -127,7 +128,8 @@ def test_spread_test_by_hand() -> None:
     assert report.smallest_p(3) == 4 / 20
     assert report.spread_test([0, 10, -30], [5, 6, 3])[0] > 0.5  # one-sided
     tight, wide = [0.30, 0.31, 0.32, 0.29, 0.28], [0.1, 0.2, 0.35, 0.5, 0.6]
-    assert report.spread_test(tight, wide)[0] == pytest.approx(report.smallest_p(5)) and report.smallest_p(5) < report.LEVEL
+    assert report.spread_test(tight, wide)[0] == pytest.approx(report.smallest_p(5))
+    assert report.smallest_p(5) < report.LEVEL
     assert report.spread_test([*tight, 0.3], [*wide, 0.4])[1] == 5  # an even number counts as one fewer
 
 
@@ -155,17 +157,25 @@ def chats_of(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return next(e["chats"] for e in record["evaluations"] if e["name"] == name)
 
 
+def right(chats: list[dict[str, Any]]) -> list[bool]:
+    return [g["correct"] for chat in chats for g in chat["grades"]]
+
+
 def test_scores_are_shares_of_right_answers(records: tuple[Any, Any], results: dict[str, Any]) -> None:
+    ada = [records[1]["ada", seed] for seed in SEEDS]
     for key, name in (("ada", "trained_pair"), ("ada_untrained_partner", "untrained_partner")):
-        shares = [np.mean([g["correct"] for c in chats_of(records[1]["ada", seed], name) for g in c["grades"]]) for seed in SEEDS]
+        shares = [np.mean(right(chats_of(record, name))) for record in ada]
         row = results["arms"][key]
         assert row["score"] == pytest.approx(shares, abs=1e-4) and row["seeds"] == list(SEEDS)
         assert [p["value"] for p in row["pass_at_1"]] == row["score"]
         assert row["mean"]["value"] == pytest.approx(np.mean(shares), abs=1e-4)
-    solved = [np.mean([any(g["correct"] for c in chats for g in c["grades"]) for _, chats in itertools.groupby(
-        chats_of(records[1]["ada", seed], "trained_pair"), key=lambda c: c["problem"])]) for seed in SEEDS]  # fmt: skip
+    solved = []
+    for record in ada:
+        groups = itertools.groupby(chats_of(record, "trained_pair"), key=lambda chat: chat["problem"])
+        solved.append(np.mean([any(right(list(chats))) for _, chats in groups]))
     assert [p["value"] for p in results["arms"]["ada"]["pass_at_4"]] == pytest.approx(solved, abs=1e-4)
-    assert results["arms"]["untrained"]["unit"] == "re-run" and results["arms"]["untrained"]["mean"]["over"] == "problems"
+    untrained = results["arms"]["untrained"]
+    assert untrained["unit"] == "re-run" and untrained["mean"]["over"] == "problems"
 
 
 def test_training_is_read_from_the_steps(records: tuple[Any, Any], results: dict[str, Any]) -> None:
@@ -179,7 +189,8 @@ def test_training_is_read_from_the_steps(records: tuple[Any, Any], results: dict
 
 def test_thinned_curve_averages_neighbours_and_skips_gaps() -> None:
     curve = {"seed": 1, "step": [1.0, 2, 3, 4, 5], **{name: [0.0, 1.0, None, 0.5, None] for name in report.CURVES}}
-    assert report.thin(curve, 3) == {"seed": 1, "step": [1.5, 3.5, 5], **{name: [0.5, 0.5, None] for name in report.CURVES}}
+    thinned = {name: [0.5, 0.5, None] for name in report.CURVES}
+    assert report.thin(curve, 3) == {"seed": 1, "step": [1.5, 3.5, 5], **thinned}
 
 
 def test_compare_is_called_as_the_experiment_says(records: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,29 +210,35 @@ def test_compare_is_called_as_the_experiment_says(records: tuple[Any, Any], monk
     assert named["train_runs"] == {"before": series["grpo"].rows, "after": series["ada"].rows}
     assert sum(r["reward"] for r in after) / len(after) == pytest.approx(series["ada"].scores[0])
     said = direct(before, after, **named)
-    assert (found["verdict"], found["delta"], found["train_delta"]) == (said["target_verdict"], said["target_delta"], said["train_delta"])
+    assert found["verdict"] == said["target_verdict"]
+    assert (found["delta"], found["train_delta"]) == (said["target_delta"], said["train_delta"])
     assert found["seed_after"] == 17 and found["headline"] == str(said).splitlines()[0]
 
 
 def test_matched_difference_pairs_seeds_and_problems(records: tuple[Any, Any]) -> None:
-    runs = [report.read_run(records[1][name], *name) for name in (("grpo", 17), ("grpo", 19), ("ada", 19), ("ada", 18), ("ada", 17))]
+    names = (("grpo", 17), ("grpo", 19), ("ada", 19), ("ada", 18), ("ada", 17))
+    runs = [report.read_run(records[1][name], *name) for name in names]
     before, after = (s for s in report._series(None, runs) if s.partner == "trained_pair")
     found = report.matched_difference(before, after)
     scores = {(r.arm, r.seed): np.mean([c.reward for c in r.sittings["trained_pair"][0]]) for r in runs}
     assert found["seeds"] == [17, 19]
     assert found["per_seed"] == pytest.approx([scores["ada", s] - scores["grpo", s] for s in (17, 19)])
-    assert report.matched_difference(before, report.Series("ada", "trained_pair", (5,), after.chats[:1]))["value"] is None
+    other = report.Series("ada", "trained_pair", (5,), after.chats[:1])
+    assert report.matched_difference(before, other)["value"] is None
 
 
 @pytest.mark.parametrize(("grpo", "ada", "against"), [
-    ((0.5, 0.1, 0.1), (0.3, 0.6, 0.6), True), ((0.1, 0.5, 0.5), (0.3, 0.1, 0.1), True), ((0.1, 0.1, 0.1), (0.5, 0.6, 0.6), False),
+    ((0.5, 0.1, 0.1), (0.3, 0.6, 0.6), True),
+    ((0.1, 0.5, 0.5), (0.3, 0.1, 0.1), True),
+    ((0.1, 0.1, 0.1), (0.5, 0.6, 0.6), False),
+    ((0.5, 0.6, 0.6), (0.1, 0.1, 0.1), False),
 ])  # fmt: skip
 def test_headline_against_the_mean_is_flagged(grpo: Any, ada: Any, against: bool) -> None:
     def series(arm: str, rates: Any) -> report.Series:
         draw = random.Random(arm)
-        chats = tuple(tuple(fake_runs.chat(fake_runs.problem("test", n), rate, 0.5, draw, (True, True)) for n in range(20) for _ in "ab")
-                      for rate in rates)  # fmt: skip
-        return report.Series(arm, "trained_pair", SEEDS, chats)
+        problems = [fake_runs.problem("test", n) for n in range(20) for _ in "ab"]
+        chats = (tuple(fake_runs.chat(p, rate, 0.5, draw, (True, True)) for p in problems) for rate in rates)
+        return report.Series(arm, "trained_pair", SEEDS, tuple(chats))
 
     flag = report._deltas([series("grpo", grpo), series("ada", ada)], None)["ada"]["trained_pair"]["flag"]
     assert bool(flag) == against
@@ -280,19 +297,22 @@ def test_partial_results_say_what_is_missing(records: tuple[Any, Any], tmp_path:
     some = {name: runs[name] for name in (("grpo", 17), ("ada", 17), ("ada", 18))}
     results = summarize(None, some, arms=("grpo", "ada", "raft"))
     partial = results["header"]["partial"]
-    assert {"grpo seed 18 is missing", "grpo seed 19 is missing", "ada seed 19 is missing", "raft seed 17 is missing"} <= set(partial)
-    assert partial[0].startswith("untrained is missing") and "ada seed 18 is missing" not in partial
+    lacking = ("grpo seed 18", "grpo seed 19", "ada seed 19", "raft seed 17", "raft seed 18", "raft seed 19")
+    assert {f"{name} is missing" for name in lacking} == set(partial[1:])
+    assert partial[0].startswith("untrained is missing")
     assert "raft" not in results["arms"] and results["noise"] is None and results["arms"]["ada"]["before"] is None
     assert results["arms"]["grpo"]["mean"]["low"] is None and results["arms"]["ada"]["mean"]["low"] is not None
     assert results["deltas"]["ada"]["trained_pair"]["compare"]["word"] == "unresolved"
     table = report.render_table(results)
-    assert "raft        –" in table and "Partial: untrained is missing" in table
+    assert any(line.split() == ["raft", *["–"] * 7] for line in table.splitlines())
+    assert "Partial: untrained is missing" in table
     assert {c["check"]: c["ok"] for c in results["checks"]}["eval noise"] is False
     path = tmp_path / "results.json"
     path.write_bytes(report.to_json(results))
     assert report.load_results(path) == results
     alone = summarize(base, {})
-    assert list(alone["arms"]) == ["untrained"] and alone["deltas"] == {} and report.readme_tables(alone)["deltas"].startswith("No deltas")
+    assert list(alone["arms"]) == ["untrained"] and alone["deltas"] == {}
+    assert report.readme_tables(alone)["deltas"].startswith("No deltas")
     with pytest.raises(report.ResultsError, match="no records"):
         summarize(None, {})
 
@@ -334,11 +354,11 @@ def spoil_set(runs: Any) -> None:
 
 
 @pytest.mark.parametrize(("spoil", "where"), [
-    (spoil_nan, r"steps\[2\].loss"), (spoil_field, "steps"), (spoil_chat, r"evaluations\[1\]"), (spoil_text, r"evaluations\[1\]"),
-    (spoil_problem, "test-3"), (spoil_gold, "many"), (spoil_sitting, "untrained_partner"), (spoil_name, "seed 19"),
-    (spoil_set, "other problems"),
+    (spoil_nan, r"steps\[2\].loss"), (spoil_field, "steps"), (spoil_chat, r"evaluations\[1\]"),
+    (spoil_text, r"evaluations\[1\]"), (spoil_problem, "test-3"), (spoil_gold, "many"),
+    (spoil_sitting, "untrained_partner"), (spoil_name, "seed 19"), (spoil_set, "other problems"),
 ])  # fmt: skip
-def test_a_record_that_cannot_be_used_is_named(edited: tuple[Any, Any], spoil: Callable[[Any], None], where: str) -> None:
+def test_a_bad_record_is_named(edited: tuple[Any, Any], spoil: Callable[[Any], None], where: str) -> None:
     spoil(edited[1])
     with pytest.raises(report.ResultsError, match=where) as error:
         summarize(*edited)
@@ -351,7 +371,8 @@ def test_results_stay_small(edited: tuple[Any, Any]) -> None:
     draw = random.Random(0)
     for record in runs.values():
         record["config"]["steps"] = 80
-        record["steps"] = [{**record["steps"][0], "step": i, **{name: draw.random() for name in report.CURVES}} for i in range(80)]
+        first = record["steps"][0]
+        record["steps"] = [{**first, "step": i, **{name: draw.random() for name in report.CURVES}} for i in range(80)]
     for record in (base, *runs.values()):
         for chat in chats_of(record, record["evaluations"][0]["name"]):
             for turn in chat["turns"]:
@@ -365,8 +386,8 @@ def test_results_stay_small(edited: tuple[Any, Any]) -> None:
     assert len(turns) == 5 * 2 * 4 and all(turn["clipped"] and " [...] " in turn["text"] for turn in turns)
 
 
-def test_every_arm_and_seed_is_scanned_by_whole_problem(edited: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    base, runs = edited
+def test_every_arm_and_seed_is_scanned(edited: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runs = edited
     for record in runs.values():  # the same question everywhere: only the facts tell problems apart
         for problem in record["problems"].values():
             problem["question"] = "How many are left?"
@@ -376,8 +397,9 @@ def test_every_arm_and_seed_is_scanned_by_whole_problem(edited: tuple[Any, Any],
     checks = {c["check"]: c for c in summarize(None, runs)["checks"]}
     assert len(scans) == len(ARMS) * len(SEEDS)
     batch = runs["grpo", 17]["last_batch"]
-    assert len(scans[0]) == len(batch) and len({row["prompt"] for row in scans[0]}) == len({c["problem"] for c in batch}) == 8
-    assert sum(row["reward"] for row in scans[0]) == sum(sum(g["correct"] for g in c["grades"]) / 2 for c in batch)
+    assert len(scans[0]) == len(batch)
+    assert len({row["prompt"] for row in scans[0]}) == len({chat["problem"] for chat in batch}) == 8
+    assert sum(row["reward"] for row in scans[0]) == sum(right(batch)) / 2
     assert all(str(seed) in checks[f"hack scan, {arm}"]["result"] for arm in ARMS for seed in SEEDS)
 
 
@@ -387,7 +409,7 @@ def test_a_reward_for_a_shortcut_is_found() -> None:
     for n in range(12):
         for k in range(8):
             c = fake_runs.chat(fake_runs.problem("train", n), float(k % 2), 0.9, draw, (True, True))
-            polite = recipe.Turn("A", f"{c.chat.turns[0].text} please" if k % 2 else c.chat.turns[0].text, 9, False, True)
+            polite = recipe.Turn("A", c.chat.turns[0].text + " please" * (k % 2), 9, False, True)
             chats.append(recipe.grade_chat(recipe.Chat(c.chat.problem, (polite, *c.chat.turns[1:]))))
     run = report.Run("ada", 17, "ada seed 17", {}, tuple(chats), (), {}, {}, {}, {}, 0, 0)
     words, ok = report.hack_words([run])
@@ -396,17 +418,21 @@ def test_a_reward_for_a_shortcut_is_found() -> None:
     assert report.hack_words([flat])[1] is None
 
 
-def test_checks_are_complete_and_name_what_is_mixed(edited: tuple[Any, Any], results: dict[str, Any]) -> None:
+def test_checks_are_complete(edited: tuple[Any, Any], results: dict[str, Any]) -> None:
     names = [c["check"] for c in results["checks"]]
-    assert {"eval noise", "clean holdout", "reward is a program", "graded again", "proxy vs target", "reused from the cache",
-            "training seeds", "pinned versions", "model, device, commit", "one machine, one commit", "chats drawn",
-            *(f"{kind}, {arm}" for kind in ("length", "hack scan") for arm in ARMS)} == set(names)  # fmt: skip
+    per_arm = [f"{kind}, {arm}" for kind in ("length", "hack scan") for arm in ARMS]
+    once = ["eval noise", "clean holdout", "reward is a program", "graded again", "proxy vs target",
+            "reused from the cache", "training seeds", "pinned versions", "chats drawn", "model, device, commit",
+            "one machine, one commit"]  # fmt: skip
+    assert sorted(names) == sorted([*once, *per_arm])
     base, runs = edited
-    runs["ada", 19]["about"] = {**base["about"], "device": "NVIDIA A100", "versions": {**base["about"]["versions"], "trl": "2.0"}}
+    other = {**base["about"]["versions"], "trl": "2.0"}
+    runs["ada", 19]["about"] = {**base["about"], "device": "NVIDIA A100", "versions": other}
     runs["grpo", 17]["about"] = {**base["about"], "commit": "fedcba"}
     checks = {c["check"]: c for c in summarize(base, runs, clean=False, reused=["ada seed 17"])["checks"]}
     mixed = checks["one machine, one commit"]
-    assert mixed["ok"] is False and "NVIDIA A100" in mixed["result"] and "ada seed 19" in mixed["result"] and "fedcba" in mixed["result"]
+    assert mixed["ok"] is False
+    assert all(word in mixed["result"] for word in ("NVIDIA A100", "ada seed 19", "fedcba", "grpo seed 17"))
     assert checks["pinned versions"]["ok"] is False and checks["model, device, commit"]["ok"] is False
     assert checks["reused from the cache"]["result"] == "ada seed 17"
     assert "x grpo" in checks["chats drawn"]["result"]
@@ -415,13 +441,16 @@ def test_checks_are_complete_and_name_what_is_mixed(edited: tuple[Any, Any], res
 def test_cost_adds_up(records: tuple[Any, Any], results: dict[str, Any]) -> None:
     cost = results["cost"]
     total = sum(record["seconds"]["total"] for record in (records[0], *records[1].values())) / 60
-    assert cost["total"]["minutes"] == pytest.approx(total, abs=1e-3) and cost["total"]["dollars"] == pytest.approx(total / 60 * 4, abs=0.01)
+    assert cost["total"]["minutes"] == pytest.approx(total, abs=1e-3)
+    assert cost["total"]["dollars"] == pytest.approx(total / 60 * 4, abs=0.01)
     for row in cost["minutes"].values():
         assert sum(row[phase] for phase in report.PHASES[:-1]) == pytest.approx(row["total"], abs=1e-3)
     steps = [s for seed in SEEDS for s in records[1]["ada", seed]["steps"]]
-    assert cost["chats"]["ada"] == {"training": sum(s["drawn"] + s["thrown_away"] for s in steps), "evaluation": 3 * 2 * 20}
+    played = sum(s["drawn"] + s["thrown_away"] for s in steps)
+    assert cost["chats"]["ada"] == {"training": played, "evaluation": 3 * 2 * 20}
     assert cost["tokens"]["ada"]["training"] == sum(s["sampled_tokens"] for s in steps)
-    on_cpu = summarize(*fake_runs.make(problems=4, steps=1, seeds=(17,), arms=("grpo",), device="cpu, 8 threads"), arms=("grpo",), seeds=(17,))
+    one = fake_runs.make(problems=4, steps=1, seeds=(17,), arms=("grpo",), device="cpu, 8 threads")
+    on_cpu = summarize(*one, arms=("grpo",), seeds=(17,))
     assert on_cpu["cost"]["unit"] == "CPU minutes" and on_cpu["cost"]["total"]["dollars"] is None
 
 
@@ -436,7 +465,8 @@ def test_folders_are_named_without_their_place(edited: tuple[Any, Any]) -> None:
 
 def test_example_chats_are_the_same_problems_for_every_arm(results: dict[str, Any]) -> None:
     shown = results["chats"]["arms"]
-    assert list(shown) == ["untrained", *ARMS] and len({tuple(c["problem"] for c in chats) for chats in shown.values()}) == 1
+    assert list(shown) == ["untrained", *ARMS]
+    assert len({tuple(chat["problem"] for chat in chats) for chats in shown.values()}) == 1
     for chat in itertools.chain.from_iterable(shown.values()):
         assert chat["reward"] == sum(a["correct"] for a in chat["answers"]) / 2
         for i, turn in enumerate(chat["turns"]):
@@ -497,7 +527,8 @@ def test_readme_is_rewritten_between_its_markers(results: dict[str, Any], tmp_pa
     path.write_bytes(report.to_json(results))
     where = ["--readme", str(readme), "--results", str(path)]
     names = ("result", "deltas", "checks", "cost", "published")
-    readme.write_text("# Title\n" + "".join(f"\n<!-- results:{name} -->\nold\n<!-- /results:{name} -->\nkept {name}\n" for name in names))
+    parts = [f"\n<!-- results:{name} -->\nold\n<!-- /results:{name} -->\nkept {name}\n" for name in names]
+    readme.write_text("# Title\n" + "".join(parts))
     assert report.main([*where, "--check"]) == 1 and "old" in readme.read_text()
     assert report.main(where) == 0 and report.main([*where, "--check"]) == 0
     text = readme.read_text()
@@ -525,11 +556,12 @@ def test_the_readme_here_shows_the_results_here() -> None:
 def test_table_fits_the_terminal(results: dict[str, Any], seeds: int) -> None:
     """The longest names, verdicts and numbers there can be."""
     wide = copy.deepcopy(results)
-    for row in list(wide["arms"].values()):
+    for arm in ("ada_mixed", "grpo12"):
+        for ending in ("", report.OTHER):
+            wide["arms"][arm + ending] = {**wide["arms"][f"ada{ending}"], "arm": arm}
+    for row in wide["arms"].values():
         row["score"] = [0.333] * seeds
         row["minutes"] = [12345.6] * seeds if row["minutes"] else None
-        for arm in ("ada_mixed", "grpo12"):
-            wide["arms"][row["key"] if "key" in row else f"{arm}{report.OTHER if row['partner'] == 'untrained_partner' else ''}"] = {**row, "arm": arm}
     for arm in ("ada_mixed", "grpo12"):
         wide["deltas"][arm] = copy.deepcopy(wide["deltas"]["ada"])
         wide["deltas"][arm]["trained_pair"]["compare"]["word"] = "moved the wrong way"
@@ -541,8 +573,9 @@ def test_table_fits_the_terminal(results: dict[str, Any], seeds: int) -> None:
 def test_table_shows_the_numbers(results: dict[str, Any]) -> None:
     lines = {line.split()[0]: line for line in report.render_table(results).splitlines()[2:5]}
     row, other = results["arms"]["ada"], results["arms"]["ada_untrained_partner"]
+    verdict = results["deltas"]["ada"]["trained_pair"]["compare"]["word"]
     for text in (f"{row['mean']['value']:.3f}±{row['mean']['half']:.3f}", " ".join(f"{s:.2f}" for s in row["score"]),
-                 f"{other['mean']['value']:.3f}±", f"{np.mean(row['talk']['sends_own']):.2f}", results["deltas"]["ada"]["trained_pair"]["compare"]["word"]):  # fmt: skip
+                 f"{other['mean']['value']:.3f}±", f"{np.mean(row['talk']['sends_own']):.2f}", verdict):  # fmt: skip
         assert text in lines["ada"], text
     assert lines["grpo"].endswith("baseline")
 

@@ -1,0 +1,270 @@
+"""`python recipe.py --bench`: what the experiment costs on this machine, phase by phase, beside the published way.
+
+The published way of playing (transformers' `generate` through TRL, the adapter unmerged, 32 chats a batch) runs in
+the same process on the same prompts, so every ratio is of two numbers measured side by side. The worst case is
+measured: no message ever ends, every one runs to its cap, and every row is trained. A second row gives the model's
+own lengths. Writes `benchmark.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import recipe
+import records
+import runs
+from data import Data, load_data
+from recipe import ARMS, Arm, ChatTemplate, Config, Plan, Row, Stream, keep_balanced, play_chats
+
+ENDLESS = -1  # an end-of-turn id that is never sampled
+MEMORY_BANDWIDTH = 4.3e12  # bytes/s, a device-to-device copy measured on an H200
+
+
+def alternate(rewards_K: Sequence[float], rewards_D: Sequence[float]) -> list[float]:
+    """Advantages of which none is 0: every row is trained, whatever the rewards."""
+    return [(-1.0) ** i for i in range(len(rewards_K))]
+
+
+WORST = {
+    "grpo": Arm("every row trained", alternate),
+    "ada": Arm("all rounds drawn, every kept row trained", alternate, keep_balanced, rounds=None),
+}
+
+
+class Memory:
+    """Peak memory of the device in GB since it was last asked; 0 on a CPU."""
+
+    def __init__(self, device: str):
+        self.device = device
+
+    def peak(self) -> float:
+        import torch
+
+        if self.device != "cuda":
+            return 0.0
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+        return round(peak, 2)
+
+
+def timed(device: str, action: Callable[[], Any], repeats: int = 1) -> float:
+    """Median seconds of an action, the device's work included."""
+    import torch
+
+    spans = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        spans.append(time.perf_counter() - start)
+    return statistics.median(spans)
+
+
+@contextmanager
+def arms_of_the_worst_case() -> Iterator[None]:
+    usual = dict(ARMS)
+    ARMS.update(WORST)
+    try:
+        yield
+    finally:
+        ARMS.update(usual)
+
+
+class Bench:
+    """The parts that every measurement shares: a trainer on the model at hand, prompts as long as a chat's."""
+
+    def __init__(self, config: Config, options: runs.Options, data: Data):
+        self.config, self.options, self.data = config, options, data
+        self.device = runs.pick_device(config)
+        runs.quiet_libraries()
+        self.memory = Memory(self.device)
+        self.model, self.tokenizer, self.template = runs.load_model(config, self.device, options.trust_remote_code)
+        self.endless = ChatTemplate(self.tokenizer, self.template.eos_ids)
+        self.rows: list[dict[str, Any]] = []
+
+    def trainer(self, arm: str, endless: bool, steps: int, model: Any = None) -> Any:
+        """A trainer of `steps` steps, whose messages never end if `endless`."""
+
+        def generator(adapted: Any) -> Any:
+            import decode
+
+            ends = [ENDLESS] if endless else sorted(self.template.eos_ids)
+            return decode.make_generate(adapted, ends, self.tokenizer.pad_token_id, self.config.generator)[0]
+
+        if model is None:
+            model = runs.load_model(self.config, self.device, self.options.trust_remote_code)[0]
+        return recipe.make_trainer(
+            arm, 17, dataclasses.replace(self.config, steps=steps), self.data.train, model, self.tokenizer,
+            self.template, folder=self.options.out / "checkpoints" / "bench", save_every=0, identity="bench",
+            make_generator=generator, on_step=lambda _: None,
+        )  # fmt: skip
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """First prompts, lengthened to what a copy has read halfway through a chat (about 600 tokens)."""
+        problems = itertools.islice(itertools.cycle(self.data.train), count)
+        config, long = self.config, "I know this much. " * 60
+        return [self.template.opening(config.system_prompt, recipe.view(p, 0, 0, long, config)) for p in problems]
+
+    def note(self, work: str, value: float, unit: str, **more: Any) -> None:
+        """Keep a row of the report and show it."""
+        self.rows.append({"work": work, "value": round(value, 4), "unit": unit, **more})
+        extra = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in more.items())
+        print(f"{work:<58} {value:>10.3g} {unit:<8} {extra}", flush=True)
+
+    def step_seconds(self, call: Callable[[int], Any], few: int, many: int) -> float:
+        """Seconds a decode step takes: the difference of a long and a short call, over their steps."""
+        call(few)
+        return (timed(self.device, lambda: call(many)) - timed(self.device, lambda: call(few))) / (many - few)
+
+    def decode_steps(self, trainer: Any) -> None:
+        """ms a decode step by number of chats, and the published way at 32 on the same prompts."""
+        import numpy as np
+        import torch
+
+        weights = sum(p.numel() * p.element_size() for n, p in trainer.model.named_parameters() if "lora_" not in n)
+
+        def call(rows: int, count: int) -> None:
+            uniforms = np.random.default_rng(0).random((rows, count))
+            trainer.generator(self.prompts(rows), streams=list(range(rows)), trained=[True] * rows, uniforms=uniforms,
+                              max_new_tokens=count, temperature=self.config.temperature)  # fmt: skip
+
+        ours = {}
+        for rows in (32, 128, 600):
+            ours[rows] = self.step_seconds(lambda count, rows=rows: call(rows, count), 32, 160)
+            share = weights / MEMORY_BANDWIDTH / ours[rows]
+            self.note(f"a decode step, {rows} chats", 1000 * ours[rows], "ms", tokens_per_s=round(rows / ours[rows]),
+                      share_of_weights_bound=round(share, 2))  # fmt: skip
+        prompts = self.prompts(32)
+
+        def published(count: int) -> None:
+            trainer.generation_config.max_new_tokens = trainer.generation_config.min_new_tokens = count
+            with torch.no_grad():
+                trainer._generate_single_turn(prompts, None, {}, num_generations=1)
+
+        theirs = self.step_seconds(published, 8, 40)
+        trainer.generation_config.min_new_tokens = None
+        ratio = round(theirs / ours[32], 1)
+        self.note("a decode step, 32 chats, the published way", 1000 * theirs, "ms", ours_is_faster_by=ratio)
+
+    def steps_of(self, arm: str) -> dict[str, float]:
+        """Seconds of a training step at the caps (the median of the last two of three) and its peak memory."""
+        import torch
+
+        with arms_of_the_worst_case():
+            trainer = self.trainer(arm, endless=True, steps=4)
+            self.memory.peak()
+            trainer.train()
+        last = trainer.history[1:]
+        phases = {
+            name: statistics.median(getattr(m, f"{name}_seconds") for m in last) for name in ("play", "grade", "update")
+        }
+        total = sum(phases.values())
+        self.note(f"one {arm} step of {self.config.problems} problems at the caps", total, "s",
+                  play=round(phases["play"], 2), update=round(phases["update"], 2), peak_GB=self.memory.peak(),
+                  sampled_tokens=last[-1].sampled_tokens)  # fmt: skip
+        del trainer
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return {"total": total, **phases}
+
+    def update(self, trainer: Any) -> None:
+        """The update of 64 rows of 960 tokens, 544 of them own."""
+        own, vocabulary = (False,) * 416 + (True,) * 544, trainer.model.config.vocab_size
+        rows = [Row(Stream(tuple((7919 * i + k) % vocabulary for k in range(960)), own), 1.0) for i in range(64)]
+        batch = recipe.Batch(tuple(rows), 64 * 544, (), (), recipe.talk_measures([]), 0, 0, 0.0, 0.0)
+
+        def once() -> None:
+            trainer.model.zero_grad()
+            trainer._backward(batch)
+
+        trainer.generator.release()
+        once()
+        self.memory.peak()
+        seconds = timed(self.device, once, 3)
+        trainer.model.zero_grad()
+        self.note(
+            "update of 64 rows x 960 tokens",
+            seconds,
+            "s",
+            peak_GB=self.memory.peak(),
+            token_budget=trainer.token_budget,
+        )
+
+    def evaluation(self, trainer: Any, lengths: str) -> float:
+        """Seconds to play every held-out chat once."""
+        problems = self.data.heldout
+        plans = [Plan(p, (0, 9, p.row, chat)) for p in problems for chat in range(self.config.eval_chats)]
+        tokens: list[int] = []
+
+        def once() -> None:
+            chats = play_chats(plans, trainer.generator, self.template, self.config)
+            tokens[:] = [turn.tokens for chat in chats for turn in chat.turns]
+
+        self.memory.peak()
+        seconds = timed(self.device, once)
+        self.note(
+            f"evaluation of {len(plans)} chats, {lengths}", seconds, "s", tokens=sum(tokens), peak_GB=self.memory.peak()
+        )
+        return seconds
+
+
+def estimate(bench: Bench, start: float, steps: dict[str, dict[str, float]], evaluation: float) -> dict[str, float]:
+    """Minutes that a seed of each arm, the base and the whole table would take, at the caps."""
+    config, seeds = bench.config, len(bench.options.seeds)
+    grpo = start + config.steps * steps["grpo"]["total"] + 2 * evaluation
+    ada = start + config.steps * steps["ada"]["total"] + 2 * evaluation
+    table = seeds * (3 * grpo + ada) + config.base_evals * evaluation
+    for what, seconds in (
+        ("a grpo, raft or mixed seed", grpo),
+        ("an ada seed", ada),
+        (f"the table, {seeds} seeds", table),
+    ):
+        dollars = round(seconds / 3600 * bench.options.price, 2)
+        bench.note(f"{what}, estimated at the caps", seconds / 60, "min", dollars=dollars)
+    base = start + config.base_evals * evaluation
+    return {"grpo": grpo / 60, "raft": grpo / 60, "mixed": grpo / 60, "ada": ada / 60, "untrained": base / 60}
+
+
+def since_start() -> float:
+    """Seconds since this process started, the imports included."""
+    import psutil
+
+    return time.time() - psutil.Process().create_time()
+
+
+def main(config: Config, options: runs.Options) -> int:
+    """Measure, print row by row, and write benchmark.json."""
+    bench = Bench(config, options, load_data(config))
+    about = runs.about_this_start(config, bench.device, options.command)
+    print(f"{about['device']}, {about['model']['id']}, torch {about['versions']['torch']}")
+    trainer = bench.trainer("grpo", endless=False, steps=1, model=bench.model)
+    trainer.train()
+    first = trainer.history[0]
+    step = first.play_seconds + first.grade_seconds + first.update_seconds
+    start = since_start() - step
+    bench.note("start to first step, model on disk", start, "s")
+    bench.note("the first grpo step, the model's own lengths", step, "s", sampled_tokens=first.sampled_tokens)
+    bench.evaluation(trainer, "the model's own lengths")
+    trainer.generator.eos_ids = [ENDLESS]
+    trainer.generator.release()
+    bench.decode_steps(trainer)
+    bench.update(trainer)
+    evaluation = bench.evaluation(trainer, "at the caps")
+    trainer.generator.release()
+    del trainer
+    steps = {arm: bench.steps_of(arm) for arm in ("grpo", "ada")}
+    bench.note("an ada step over a grpo step", steps["ada"]["total"] / steps["grpo"]["total"], "x")
+    minutes = {arm: round(m, 2) for arm, m in estimate(bench, start, steps, evaluation).items()}
+    report = {"about": about, "config": dataclasses.asdict(config), "rows": bench.rows, "minutes": minutes}
+    path = Path(options.out) / "benchmark.json"
+    records.write_whole(path, json.dumps(report, indent=1).encode() + b"\n")
+    print(f"written: {path}")
+    return 0

@@ -131,7 +131,9 @@ class HFGenerate:
         self.stats.seconds += time.perf_counter() - began
         return out
 
-    def _generate(self, prompts: list[list[int]], u: Tensor, steps: int, temperature: float) -> list[list[int]]:
+    def _generate(
+        self, prompts: list[list[int]], u: Tensor, steps: int, temperature: float
+    ) -> list[list[int]]:
         """One batch, padded on the left. The model's own generation config is set aside meanwhile: it would
         override values of this call that equal transformers' defaults."""
         from transformers import GenerationConfig, LogitsProcessorList
@@ -146,7 +148,8 @@ class HFGenerate:
 
         self.base.generation_config = GenerationConfig()
         config = GenerationConfig(
-            max_new_tokens=steps, do_sample=False, use_cache=True, eos_token_id=self.eos_ids, pad_token_id=self.pad_id
+            max_new_tokens=steps, do_sample=False, use_cache=True, eos_token_id=self.eos_ids,
+            pad_token_id=self.pad_id,
         )
         out = self.base.generate(
             ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList([sample])
@@ -254,8 +257,8 @@ def supports(model: nn.Module) -> str | None:
         return "its weights are spread over devices or dtypes"
     if tensors[0].dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {tensors[0].dtype} is not handled"
-    projections = [m for name, m in base.model.layers.named_modules() if name.rpartition(".")[2] in PROJECTIONS]
-    if any(type(base_of(m)) is not nn.Linear for m in projections):
+    modules = base.model.layers.named_modules()
+    if any(type(base_of(m)) is not nn.Linear for n, m in modules if n.rpartition(".")[2] in PROJECTIONS):
         return "its projections are not plain linear layers"
     size = base.model.layers[0].self_attn.head_dim
     if tensors[0].is_cuda and (size < 16 or size & (size - 1)):
@@ -279,7 +282,7 @@ class Spec:
 
 @dataclass
 class Where:
-    """Where the N tokens of a forward pass stand, and what plain torch derives from that once for all layers."""
+    """Where the N tokens of a forward pass stand, and what plain torch derives from that for all layers."""
 
     slot: Tensor  # [N]
     pos: Tensor  # [N]
@@ -297,7 +300,7 @@ class Run:
 
     uniforms: Tensor  # [rows + 1, tokens]
     out: Tensor  # [rows + 1, tokens]
-    state: Tensor  # [5, rows]: slot, position, cell of uniforms and out, last token, whether the turn has ended
+    state: Tensor  # [5, rows]: slot, position, cell of uniforms and out, last token, ended or not
     eos: Tensor  # [number of end-of-turn ids]
     ends: Tensor  # [V], 1 for an end-of-turn id
     inverse: Tensor  # [1], 1 / temperature, or 0 for greedy
@@ -357,7 +360,7 @@ class TorchOps:
         return qk[:, : s.heads]
 
     def attend(self, q: Tensor, cache: Tensor, at: Where) -> Tensor:
-        """Attention of one query a row, q [N, H, D], to its slot of cache [2, slots, K, L, D] -> [N, H * D]."""
+        """Attention of one query a row, q [N, H, D], to its slot of [2, slots, K, L, D] -> [N, H * D]."""
         s, n = self.spec, len(q)
         if at.window is not None:
             kv = cache[:, at.window].flatten(1, 2)[:, :, : at.limit]
@@ -469,7 +472,8 @@ def attend_kernel(
         score = tl.where(at[None, :] < last, score, float("-inf"))
         new = tl.maximum(m, tl.max(score, 1))
         shrink, p = tl.exp2(m - new), tl.exp2(score - new[:, None])
-        value = tl.load(keys + value_stride + at[:, None] * D + d[None, :], mask=at[:, None] < last, other=0.0)
+        values = keys + value_stride + at[:, None] * D + d[None, :]
+        value = tl.load(values, mask=at[:, None] < last, other=0.0)
         z = z * shrink + tl.sum(p, 1)
         o = o * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision=PRECISION)
         m = new
@@ -649,7 +653,8 @@ class FastGenerate:
 
     def __init__(
         self, model: nn.Module, eos_ids: Sequence[int], pad_id: int, *, cache_gb: float | None = None,
-        prefill_tokens: int = 16384, look: int | None = None, kernels: bool | None = None, graphs: bool | None = None,
+        prefill_tokens: int = 16384, look: int | None = None, kernels: bool | None = None,
+        graphs: bool | None = None,
     ):
         if reason := supports(model):
             raise ValueError(f"the fast generator cannot play this model: {reason}")
@@ -768,7 +773,9 @@ class FastGenerate:
         angles = position[:, None] * rotary.inv_freq.float().to(self.device)
         self.ops.bind(new, angles, rotary.attention_scaling)
 
-    def _assign(self, flag: bool, prompts: list[list[int]], streams: list[int]) -> tuple[list[int], list[int]]:
+    def _assign(
+        self, flag: bool, prompts: list[list[int]], streams: list[int]
+    ) -> tuple[list[int], list[int]]:
         """A slot for each row, and how many tokens of its prompt it holds (the last is always computed)."""
         held = [self.streams.pop(name, None) for name in streams]
         slots, starts = [], []
@@ -882,7 +889,7 @@ class FastGenerate:
     def _layers(
         self, flag: bool, tokens: Tensor, at: Where, attend: Callable[[Tensor, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [N] through all layers: the residual stream and what is still to be added to it [N, hidden]."""
+        """Tokens [N] through all layers: the residual stream and what is to be added to it, [N, hidden]."""
         self.ops.prepare(at)
         x, delta = F.embedding(tokens, self.embedding), None
         for layer, cache in zip(self.weights[flag], self.cache, strict=True):

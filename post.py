@@ -150,7 +150,7 @@ def score_words(row: Json | None, digits: int = 3) -> str:
     if row is None or row["mean"]["value"] is None:
         return "not measured"
     low, high, over = spread(row)
-    note = f" over {over}" if over.startswith("problems only") else ""
+    note = f" ({over})" if over.startswith("problems only") else ""
     return f"{num(row['mean']['value'], digits)} {interval(low, high, digits)}{note}".strip()
 
 
@@ -168,8 +168,8 @@ def answer(results: Json) -> tuple[str, str]:
     best = max(trained, key=lambda arm: trained[arm]["mean"]["value"])
     beside = {"grpo": "with GRPO", "untrained": "untrained"}
     others = [f"{score_words(rows[arm], 2)} {words}" for arm, words in beside.items() if arm in rows and arm != best]
-    first = f"{name_of(best)} has the highest mean: two copies trained with it get {score_words(trained[best], 2)}"
-    first += " of the held-out answers right" + (f", against {listed(others)}." if others else ".")
+    first = f"{name_of(best)} has the highest mean share of held-out answers right: {score_words(trained[best], 2)}"
+    first += f", against {listed(others)}." if others else "."
     matched = {
         arm: both["trained_pair"]["matched"] for arm, both in results["deltas"].items() if both.get("trained_pair")
     }
@@ -269,6 +269,7 @@ def draw_curve(measure: str) -> Callable[[Axes, Json], None]:
                     markevery=max(1, len(steps) // 6), label=name_of(arm))  # fmt: skip
         ax.set_ylim(0, min(1.02, 1.1 * (ax.dataLim.y1 if ax.lines else 1)))
         ax.set_xlim(left=0)
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set_xlabel("step")
         ax.tick_params(axis="y", labelcolor=MUTED)
         ax.grid(axis="y", color=GRID, lw=0.8)

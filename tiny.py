@@ -70,8 +70,8 @@ class Settings:
     seed: int = 0
     train: int = 1400  # a few hundred above the 1,024 and 300 of the experiment
     test: int = 500
-    steps: int = 400
-    rows: int = 64  # streams a step
+    steps: int = 900  # many small steps learn the arithmetic in half the time of few large ones
+    rows: int = 32  # streams a step
     learning_rate: float = 6e-3
     solo: float = 0.3  # share of rows with all facts in one view: the arithmetic
     # The arithmetic is learned from good partners; the habits are diluted only afterwards, because a model that
@@ -93,23 +93,24 @@ NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Sam", "Tom", "Zoe")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stones")
 ASIDES = ("It is a warm day.", "The sun is up.", "They are good friends.")
 HIGHEST = 36  # the largest number with a token
+HIGHEST_PRODUCT = 24  # every product is a fact to be learned by heart
 
-# the facts, the question, and the operation on the numbers; the last two are the hardest to learn and come twice as often
+# the facts, the question, and the operation on the numbers; the last comes twice, for it is the hardest to learn
 KINDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("{a} has {} {t}.", "{b} has {} {t}."), "How many {t} do they have in all?", "+"),
     (("{a} has {} {t}.", "{b} has {} {t}."), "How many more {t} does {a} have than {b}?", "-"),
     (("{a} has {} {t}.", "{b} takes {} of them."), "How many {t} are left?", "-"),
+    (("{a} has {} bags.", "Each bag holds {} {t}."), "How many {t} are in the bags?", "*"),
     (("{a} has {} {t}.", "{b} has {} {t}."), "How many are twice the {t} they have?", "++"),
-    *2 * (
-        (("{a} has {} bags.", "Each bag holds {} {t}."), "How many {t} are in the bags?", "*"),
-        (("{a} has {} {t}.", "{b} has {} {t}.", "{c} has {} {t}."), "How many {t} do all of them have?", "+"),
-    ),
-)  # fmt: skip
+    *2 * ((("{a} has {} {t}.", "{b} has {} {t}.", "{c} has {} {t}."), "How many {t} do all of them have?", "+"),),
+)
 
 
 def work(operation: str, own: Sequence[int], other: Sequence[int]) -> tuple[str, int]:
-    """The steps as a copy writes them, its own numbers first, and the answer: ("3 + 5 = 8.", 8)."""
-    total, *others = sorted([*own, *other], reverse=True) if operation == "-" else [*own, *other]
+    """The steps as a copy writes them, and the answer: ("3 + 5 = 8.", 8). Its own numbers come first, but two come
+    before one, so that "I have 3 and 4." is taken up as it was heard."""
+    numbers = [*other, *own] if len(other) > len(own) else [*own, *other]
+    total, *others = sorted(numbers, reverse=True) if operation == "-" else numbers
     steps = []
     for number in others:
         result = {"-": total - number, "*": total * number}.get(operation, total + number)
@@ -130,7 +131,9 @@ def make_rows(random_: random.Random, heldout: Iterable[dict[str, Any]] = ()) ->
         facts, question, operation = random_.choice(KINDS)
         numbers = [random_.randint(1, 9) for _ in facts]
         steps, answer = work(operation, numbers, [])
-        if answer > HIGHEST or (operation == "-" and numbers[0] <= numbers[1]):
+        if answer > (HIGHEST_PRODUCT if operation == "*" else HIGHEST):
+            continue
+        if operation == "-" and numbers[0] <= numbers[1]:
             continue
         words = dict(zip("abc", random_.sample(NAMES, 3), strict=True), t=random_.choice(THINGS))
         sentences = [fact.format(number, **words) for fact, number in zip(facts, numbers, strict=True)]
@@ -296,7 +299,9 @@ def phase_rows(
     for chat in play_chats(plans, script, template, config):
         out += [(stream.ids, stream.own) for stream in chat.streams]
     random.Random(settings.seed).shuffle(out)
-    return out
+    # every other step has the longer rows: a quarter less padding
+    pairs = [out[i : i + 2 * settings.rows] for i in range(0, len(out), 2 * settings.rows)]
+    return [row for pair in pairs for row in sorted(pair, key=lambda row: len(row[0]))]
 
 
 def make_model(tokenizer: Any) -> Any:
@@ -318,7 +323,7 @@ def train(model: Any, rows: Sequence[Row], settings: Settings, progress: Callabl
     """Supervised learning of the rows' own tokens, `settings.rows` a step, in their order."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98))
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / settings.steps)
     for step in range(settings.steps):
         batch = rows[step * settings.rows : (step + 1) * settings.rows]

@@ -32,7 +32,7 @@ KEY = "zp_test_key"
 ARMS = ("untrained", "grpo", "ada", "raft", "mixed")
 HOSTILE = (
     "\x1b[31mred\x1b[0m <script>document.title='owned'</script> \"quoted\" 'single' & </p><img src=x onerror=alert(1)>"
-    " {{ 7*7 }} \u202ereversed\x00 ```\n# no heading"
+    " {{ 7*7 }} \u202ereversed\x00\n```\n# no heading"
 )
 
 
@@ -54,6 +54,7 @@ class Platform(ThreadingHTTPServer):
         self.calls: list[tuple[str, str]] = []
         self.fault: tuple[int, int | str] | None = None
         self.answer_first = False  # the fault hits the answer: the call itself was done
+        self.once = False  # the fault passes
 
     @property
     def url(self) -> str:
@@ -75,6 +76,7 @@ class Handler(BaseHTTPRequestHandler):
         server.calls.append((self.command, self.path))
         number, fault = server.fault or (None, None)
         due = number is not None and len(server.calls) >= number
+        server.fault = None if due and server.once else server.fault
         if due and not server.answer_first:
             return self._break(fault)
         if self.headers.get("X-Api-Key") != KEY:
@@ -121,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _break(self, fault: int | str | None) -> None:
         if isinstance(fault, int):
-            self._send(fault, {"error": "it broke\x1b[31m\nhere"})
+            self._send(fault, {"error": f"it broke\x1b[31m\nfor {self.headers['X-Api-Key']}"})
         elif fault == "garbage":
             self._raw(200, b"<html>sign in to the network</html>")
         else:
@@ -256,9 +258,13 @@ def test_new_results_replace_the_old(run: Any, platform: Platform, results: Json
     assert {len(r["train"]) for r in platform.runs.values()} == {0, 6}  # no curve is there twice
 
 
-@pytest.mark.parametrize("answer_first", [False, True], ids=["lost before", "lost after"])
+@pytest.mark.parametrize(
+    ("fault", "answer_first"),
+    [("drop", False), ("drop", True), (500, False)],
+    ids=["call lost", "answer lost", "refused once"],
+)
 def test_broken_off_at_any_call_then_completed(
-    made: Json, platform: Platform, answer_first: bool, monkeypatch: pytest.MonkeyPatch
+    made: Json, platform: Platform, fault: int | str, answer_first: bool
 ) -> None:
     """Break every single call of a publish in turn; the run after it must give what an unbroken one gives."""
     plan = post.publication(made)
@@ -271,10 +277,10 @@ def test_broken_off_at_any_call_then_completed(
     assert count > 30
     for number in range(1, count + 1):
         platform.agents, platform.behaviors, platform.experiment, platform.figures, platform.runs = {}, {}, None, {}, {}
-        platform.calls, platform.fault, platform.answer_first = [], (number, "drop"), answer_first
+        platform.calls, platform.fault, platform.answer_first = [], (number, fault), answer_first
+        platform.once = True
         with pytest.raises(post.PublishError, match=r"run the same command again|broke off|did not arrive"):
             publish()
-        platform.fault = None
         publish()
         assert platform.state() == whole
 
@@ -603,7 +609,7 @@ def test_the_answer_says_what_is_open_and_what_is_not(results: Json) -> None:
         matched(arm, -0.1, 0.3)
     first, second = post.answer(results)
     best = max(("grpo", "ada", "raft", "mixed"), key=lambda arm: results["arms"][arm]["mean"]["value"])
-    assert first.startswith(f"{post.NAMES[best]} has the highest mean")
+    assert first.startswith(f"{post.NAMES[best]} has the highest mean share of held-out answers right: ")
     assert second.startswith("Which rule is best stays open")
     assert "each 95% interval includes zero" in second
     matched("ada", 0.05, 0.3)
@@ -624,11 +630,7 @@ def test_one_seed_gets_no_interval_over_seeds(results: Json, drawn: Json) -> Non
     assert "one seed" in Page(post.render_html(results, drawn)).text
 
 
-def test_the_same_results_give_the_same_bytes(made: Json) -> None:
-    assert post.card_files(made) == post.card_files(made)
-
-
-def test_it_is_quick_and_imports_nothing_heavy(made: Json, tmp_path: Path) -> None:
+def test_it_is_quick_imports_nothing_heavy_and_gives_the_same_bytes_each_time(made: Json, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(made))
     heavy = "{'torch', 'transformers', 'trl', 'datasets'}"
     code = f"import post, sys; rc = post.main(); print(sorted({heavy} & set(sys.modules))); sys.exit(rc)"
@@ -638,8 +640,10 @@ def test_it_is_quick_and_imports_nothing_heavy(made: Json, tmp_path: Path) -> No
     end = os.times()
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "[]"
-    names = {str(p.relative_to(tmp_path / "card")) for p in (tmp_path / "card").rglob("*") if p.is_file()}
-    assert names == set(post.card_files(made)) and len(names) == 14
+    card = tmp_path / "card"
+    written = {p.relative_to(card).as_posix(): p.read_bytes() for p in card.rglob("*") if p.is_file()}
+    assert len(written) == 14
+    assert written == post.card_files(made)
     # processor time, so that a busy machine does not fail it
     assert end.children_user + end.children_system - start.children_user - start.children_system < 5
 

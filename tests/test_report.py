@@ -147,7 +147,7 @@ def test_reliability_claims_only_what_was_planned() -> None:
     assert found["arms"]["grpo"]["std"] == pytest.approx(np.std(wide, ddof=1))
     few = report.reliability([series("grpo", wide[:3]), series("ada", [0.3, 0.3001, 0.3002])])
     assert not few["pairs"][0]["claim"] and few["pairs"][0]["power"] == 0 and "not resolved" in few["words"]
-    assert "need two seeds" in report.reliability([series("ada", tight)])["words"]
+    assert "need three seeds" in report.reliability([series("ada", tight)])["words"]
 
 
 # ------------------------------------------------------------------------------------------------ results
@@ -461,6 +461,17 @@ def test_folders_are_named_without_their_place(edited: tuple[Any, Any]) -> None:
     results = summarize(base, {})
     assert "/somewhere" not in report.to_json(results).decode()
     assert results["header"]["model"]["id"] == "tiny-model" and results["header"]["data"]["id"] == "words"
+
+
+def test_what_could_not_be_counted_is_null(edited: tuple[Any, Any]) -> None:
+    """Problems whose every number stands in the question: nobody has a number of their own to send."""
+    base, _ = edited
+    for problem in base["problems"].values():
+        problem["question"] = " ".join([*problem["facts"][0], *problem["facts"][1], problem["question"]])
+    results = summarize(base, {})
+    assert results["arms"]["untrained"]["talk"]["sends_own"] == [None] * 3
+    assert b"NaN" not in report.to_json(results)
+    assert report.render_table(results).splitlines()[2].split()[-4:-2] == ["–", "–"]
 
 
 def test_example_chats_are_the_same_problems_for_every_arm(results: dict[str, Any]) -> None:

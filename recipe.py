@@ -78,11 +78,9 @@ class Config:
         "The facts you know:\n{facts}\n\nThe question: {question}", "prompts", "how a copy is told its facts"
     )
     partner_prompt: str = option("Your partner says:\n{message}", "prompts", "how a partner's message arrives")
-    talk_prompt: str = option(
-        "Write your first message to your partner. Keep it short.", "prompts", "asks for a copy's first message"
-    )
+    talk_prompt: str = option("Write a short message to your partner.", "prompts", "asks for a copy's first message")
     last_prompt: str = option(
-        "Write your last message. Work out the answer and end with \\boxed{answer}.",
+        "Write your last message: work out the answer step by step and end with it in \\boxed{}.",
         "prompts", "asks for a copy's last message")  # fmt: skip
     message_tokens: int = option(160, "chat", "cap on the new tokens of a message")
     last_message_tokens: int = option(384, "chat", "cap on the new tokens of a copy's last message")

@@ -121,7 +121,8 @@ def versions() -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The commit the code is at and whether the tree is clean; None where there is no git checkout."""
+    """The commit the code is at and whether the tree is clean. Where there is no git checkout, what GIT_COMMIT
+    says, or None."""
 
     def git(*words: str) -> str | None:
         try:
@@ -131,7 +132,7 @@ def git_state(folder: Path) -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     commit, status = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "clean": None if status is None else status == ""}
+    return {"commit": commit or os.environ.get("GIT_COMMIT"), "clean": None if status is None else status == ""}
 
 
 def code_digest(path: Path, names: set[str] | None = None) -> str:

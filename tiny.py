@@ -412,7 +412,7 @@ def build(folder: Path, settings: Settings, progress: Callable[[int, int], None]
 
 
 def build_tiny(
-    folder: Path, progress: Callable[[int, int], None] | None = None, threads: int = 2, settings: Settings = Settings()
+    folder: Path, progress: Callable[[int, int], None] | None = None, threads: int = 1, settings: Settings = Settings()
 ) -> TinyPaths:
     """The stand-in in `folder`, built if it is not there whole and up to date; `progress(step, steps)` is called
     during the warm start. The same settings and number of threads give the same bytes on one machine."""

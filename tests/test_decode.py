@@ -124,6 +124,7 @@ def test_turns_reuse_the_prefix() -> None:
     assert play(generate, prompts, steps=6, streams=[7, 7, 7, 1, 5]) == [
         reference(model, p, 6) for p in prompts
     ]
+    assert len(generate.streams) + len(generate.free) == generate.slots
     many = make_prompts(23, seed=4)
     assert play(generate, many, steps=6, streams=list(range(23))) == [reference(model, p, 6) for p in many]
 

@@ -82,14 +82,14 @@ def test_every_kind_and_some_asides_occur(rows: list[dict[str, Any]]) -> None:
 
 
 def test_data_of_the_experiment_is_whole_and_disjoint(tmp_path: Path) -> None:
-    """What the experiment asks for is there after the split, and decontamination finds (next to) nothing."""
+    """What the experiment asks for is there after the split, and decontamination finds next to nothing."""
     settings = tiny.Settings()
     warm = tiny.write_data(tmp_path, settings)
     config = recipe.Config(**tiny.TINY, data=str(tmp_path))
     report = runs.load_data(config).report
     assert report["train"]["left_out"] == report["test"]["left_out"] == {}
     assert (report["train"]["kept"], report["test"]["kept"]) == (settings.train, settings.test)
-    assert report["decontaminate_dropped"] == 0
+    assert report["decontaminate_dropped"] <= 10  # of 1,024; 112 where rows are only told apart by their text
     files = [
         [json.loads(line) for line in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in ("train", "test")
     ]

@@ -652,20 +652,18 @@ def micro_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
 
 
 def collate(rows: Sequence[Row], pad_id: int, device: Any) -> dict[str, torch.Tensor]:
-    """Right-padded tensors of a micro-batch: input_ids, attention_mask and labels [rows, longest] (labels are
-    -100 on all but own tokens), advantages [rows]."""
+    """Right-padded tensors of a micro-batch: input_ids and labels [rows, longest] (labels are -100 on all but own
+    tokens), advantages [rows]. No attention mask: a causal model never looks at the padding behind a row."""
     import torch
 
     longest = max(len(row.stream.ids) for row in rows)
     ids = torch.full((len(rows), longest), pad_id)
-    mask = torch.zeros((len(rows), longest), dtype=torch.long)
     labels = torch.full((len(rows), longest), -100)
     for i, row in enumerate(rows):
         length = len(row.stream.ids)
         ids[i, :length] = torch.tensor(row.stream.ids)
-        mask[i, :length] = 1
         labels[i, :length] = torch.where(torch.tensor(row.stream.own), ids[i, :length], -100)
-    tensors = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    tensors = {"input_ids": ids, "labels": labels}
     tensors["advantages"] = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
@@ -752,12 +750,16 @@ class ChatTraining:
         model.train()
         start = time.perf_counter()
         loss = self._backward(batch)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        norm = float(torch.nn.utils.get_total_norm(gradients.values())) if gradients else 0.0
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
             model.zero_grad()
-            raise NonFiniteError(f"{self.arm_name}, seed {self.seed}, step {self.state.global_step}: loss {loss}, "
-                                 f"gradient norm {norm}; the weights are those before this step")  # fmt: skip
+            raise NonFiniteError(
+                f"{self.arm_name}, seed {self.seed}, step {self.state.global_step}: loss {loss}, gradient norm {norm}"
+                f" ({len(bad)} of {len(gradients)} gradients not finite, the last in {bad[-1] if bad else 'none'}); "
+                "the weights are those before this step"
+            )
         self._keep(batch, loss, norm, unchanged=not gradients, seconds=time.perf_counter() - start)
         self._step += 1  # TRL's own count of backward passes
         return torch.tensor(loss, device=self.accelerator.device)

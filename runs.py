@@ -204,6 +204,7 @@ def load_model(config: Config, device: str, trust_remote_code: bool) -> tuple[An
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if device == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass gave non-finite gradients on padded rows
         fuse_norms(model)
     return model.to(device), tokenizer, template
 

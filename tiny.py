@@ -1,7 +1,7 @@
 r"""The stand-in: word problems and a language model so small that the whole experiment runs on a laptop, offline.
 
     from tiny import TINY, build_tiny
-    paths = build_tiny(Path("tiny"))                          # under a minute the first time, then cached
+    paths = build_tiny(Path("tiny"))                          # about a minute the first time, then cached
     config = Config(**TINY, model=str(paths.model), data=str(paths.data))
 
 The problems have GSM8K's row format and go through the same split, chat, reader, trainer and evaluation. The model
@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # recipe imports this file for its --help, which needs neithe
 
     from recipe import ChatTemplate, Config, Problem
 
-# Overrides of recipe.Config. The prompts are terse because every token of them is read in each of some 50,000 chats;
-# what a copy tells takes up to 7 tokens, the longest answer 16: the caps leave room and bound a babbling policy.
+# Overrides of recipe.Config. The prompts are terse because each of tens of thousands of chats reads every token of
+# them; what a copy tells takes up to 7 tokens, the longest answer 16: the caps leave room and bound a babbling policy.
 TINY: dict[str, Any] = {
     "system_prompt": "You talk.",
     "facts_prompt": "{facts} {question}",
@@ -44,7 +44,7 @@ TINY: dict[str, Any] = {
     "last_prompt": "End with \\boxed{answer}.",
     "message_tokens": 10,
     "last_message_tokens": 20,
-    "steps": 40,
+    "steps": 30,
     "lora_rank": 16,
     "lora_alpha": 32,
     "learning_rate": 1e-3,
@@ -346,6 +346,8 @@ def warm_start(rows: Iterator[dict[str, Any]], settings: Settings, progress: Cal
     """(model, tokenizer) after the two phases."""
     import torch
 
+    if progress:
+        progress(0, settings.steps)
     tokenizer = make_tokenizer()
     skilled = int(settings.steps * settings.skilled_steps)
     phases = ((skilled, settings.skilled), (settings.steps - skilled, settings.diluted))
@@ -372,7 +374,7 @@ def cache_folder() -> Path:
 def build_bar(step: int, steps: int) -> None:
     """Progress on one line of a terminal; a log gets the first and the last step only."""
     terminal = sys.stderr.isatty()
-    if terminal or step in (1, steps):
+    if terminal or step in (0, steps):
         end = "" if terminal and step < steps else "\n"
         print(f"\rbuilding the stand-in: step {step} of {steps}", end=end, file=sys.stderr, flush=True)
 
@@ -415,7 +417,8 @@ def build_tiny(
     folder: Path, progress: Callable[[int, int], None] | None = None, threads: int = 1, settings: Settings = Settings()
 ) -> TinyPaths:
     """The stand-in in `folder`, built if it is not there whole and up to date; `progress(step, steps)` is called
-    during the warm start. The same settings and number of threads give the same bytes on one machine."""
+    during the warm start. The same settings and number of threads give the same bytes on one machine. One thread
+    takes a minute; two are a third faster on an idle machine and many times slower on a busy one."""
     import torch
 
     folder, key = Path(folder), fingerprint(settings)

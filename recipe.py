@@ -100,12 +100,13 @@ class Config:
     checkpointing: bool = option(False, "machine", "recompute activations in the backward pass (less memory)")
     generator: str = option("auto", "machine", "auto, fast (decode.py) or generate (transformers)")
     device: str = option("auto", "machine", "auto, cuda or cpu")
+    threads: int = option(0, "machine", "torch's CPU threads, 0 for its own choice; more than the idle cores is slow")
     model_name: str = option("", "machine", "the model's name in the results, where the folder's says little")
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            least = 0 if f.name in ("data_seed", "warmup_steps", "temperature") else None
+            least = 0 if f.name in ("data_seed", "warmup_steps", "temperature", "threads") else None
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             if value < 0 or (least is None and value == 0):
@@ -813,7 +814,7 @@ class ChatTraining:
                   "tally": [dataclasses.asdict(d) for d in self.tally],
                   "last_batch": [credited_json(c) for c in self.last_batch],
                   "problems": problems_json([c.graded for c in self.last_batch])}  # fmt: skip
-        records.write_record(folder / "so_far.json.gz", so_far)
+        records.write_record(folder / "so_far.json.xz", so_far)
 
     def restore(self, so_far: dict[str, Any]) -> None:
         """Take up what was measured before the run was interrupted."""

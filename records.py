@@ -1,6 +1,6 @@
 """The file edge: everything a run leaves behind appears whole or not at all, and says where it came from.
 
-A record is `runs/ARM-sSEED.json.gz`: gzipped JSON with a sha256 of its own content. Nothing here knows what a
+A record is `runs/ARM-sSEED.json.xz`: compressed JSON with a sha256 of its own content. Nothing here knows what a
 chat is; recipe.py decides what goes into a record, report.py what is made of it.
 """
 
@@ -9,13 +9,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import fcntl
-import gzip
 import hashlib
 import json
+import lzma
 import os
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -59,18 +58,18 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_record(path: Path, content: dict[str, Any]) -> None:
-    """Write a record with its checksum. The bytes depend on the content alone (no time stamp in the gzip)."""
+    """Write a record with its checksum. The bytes depend on the content alone."""
     body = {**content, "format": FORMAT}
     body["sha256"] = hashlib.sha256(canonical(body)).hexdigest()
-    write_whole(path, gzip.compress(canonical(body), compresslevel=9, mtime=0))
+    write_whole(path, lzma.compress(canonical(body), preset=6))
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """Read a record. Raises RecordError for one that is cut short, edited, or of another format."""
     try:
-        body = json.loads(gzip.decompress(path.read_bytes()))
+        body = json.loads(lzma.decompress(path.read_bytes()))
         stated = body.pop("sha256", None)
-    except (OSError, EOFError, zlib.error, ValueError, AttributeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, ValueError, AttributeError) as error:
         raise RecordError(f"{path}: not a whole record ({type(error).__name__}: {error})") from None
     if body.get("format") != FORMAT:
         raise RecordError(f"{path}: record of format {body.get('format')!r}, this version reads {FORMAT}")
@@ -84,7 +83,7 @@ def set_aside(path: Path) -> Path:
     folder = path.parent / "old"
     folder.mkdir(exist_ok=True)
     number = 1
-    while (target := folder / f"{path.name.removesuffix('.json.gz')}.{number}.json.gz").exists():
+    while (target := folder / f"{path.name.removesuffix('.json.xz')}.{number}.json.xz").exists():
         number += 1
     os.replace(path, target)
     return target

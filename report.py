@@ -127,7 +127,7 @@ def check_finite(value: Any, where: str) -> None:
 def read_run(record: Json, arm: str, seed: int | None) -> Run:
     """A record as typed, freshly graded chats. Raises ResultsError naming record and field."""
     name = arm if seed is None else f"{arm} seed {seed}"
-    file = f"runs/{arm}.json.gz" if seed is None else f"runs/{arm}-s{seed}.json.gz"
+    file = f"runs/{arm}.json.xz" if seed is None else f"runs/{arm}-s{seed}.json.xz"
     check_finite(record, file)
     field = "arm"
     try:

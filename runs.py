@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,17 +74,26 @@ class Lab:
 
 
 class Progress:
-    """One bar over all runs, in chats, with the time left; and a line for each thing that is done."""
+    """One bar over all runs, in chats, with the time left (in a log, a line a minute); and a line for each thing
+    that is done."""
 
     def __init__(self, total: int):
         from tqdm import tqdm
 
         self._tqdm = tqdm
         self._bar = tqdm(total=total, unit="chat", smoothing=0.1, mininterval=0.5, disable=None, file=sys.stderr)
+        self._total, self._done, self._start = total, 0, time.monotonic()
+        self._next_line = self._start + 60
 
     def advance(self, chats: int, doing: str) -> None:
+        self._done += chats
         self._bar.set_description(doing, refresh=False)
         self._bar.update(chats)
+        now = time.monotonic()
+        if self._bar.disable and now >= self._next_line and self._done:
+            left = (now - self._start) * (self._total - self._done) / self._done / 60
+            print(f"{doing}; about {left:.1f} min left", file=sys.stderr, flush=True)
+            self._next_line = now + 60
 
     def say(self, line: str) -> None:
         self._tqdm.write(line, file=sys.stdout)
@@ -152,7 +162,7 @@ def checkpoint_folder(options: Options, arm: str, seed: int) -> Path:
 
 
 def record_path(options: Options, arm: str, seed: int | None) -> Path:
-    return options.out / "runs" / (f"{arm}.json.gz" if seed is None else f"{arm}-s{seed}.json.gz")
+    return options.out / "runs" / (f"{arm}.json.xz" if seed is None else f"{arm}-s{seed}.json.xz")
 
 
 def make_record(
@@ -291,7 +301,7 @@ def newest_checkpoint(folder: Path, identity: str) -> tuple[Path, dict[str, Any]
     """The latest whole checkpoint of this very run, and what it had measured; None if there is none."""
     for path in sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rsplit("-", 1)[1])):
         with contextlib.suppress(records.RecordError):
-            so_far = records.read_record(path / "so_far.json.gz")
+            so_far = records.read_record(path / "so_far.json.xz")
             if so_far["identity"] == identity:
                 return path, so_far
     return None
@@ -366,7 +376,7 @@ def base_run(lab: Lab) -> dict[str, Any]:
 def read_runs(options: Options, say: Callable[[str], None]) -> tuple[dict[RunName, dict[str, Any]], list[str]]:
     """Every readable record in runs/ by (arm, seed), and a sentence on each that is not."""
     found, broken = {}, []
-    for path in sorted((options.out / "runs").glob("*.json.gz")):
+    for path in sorted((options.out / "runs").glob("*.json.xz")):
         try:
             record = records.read_record(path)
             if path != record_path(options, record["arm"], record["seed"]):
@@ -423,6 +433,8 @@ def pick_device(config: Config) -> str:
 
     if config.device not in ("auto", "cuda", "cpu"):
         raise UserError(f"--device {config.device}: it is auto, cuda or cpu")
+    if config.threads:
+        torch.set_num_threads(config.threads)
     if config.device == "cpu" or torch.cuda.is_available():
         if config.device != "cpu" and not torch.cuda.is_bf16_supported():
             print("this GPU has no bfloat16: running in float32", file=sys.stderr)
@@ -471,8 +483,10 @@ def make_runs(
             try:
                 record = base_run(lab) if seed is None else train_run(lab, arm, seed)
                 records.write_record(record_path(options, arm, seed), record)
-            except (NonFiniteError, OSError, ArithmeticError) as error:
-                failed.append(f"{arm} seed {seed}: {error}")
+            except UserError:
+                raise  # wrong for every run alike
+            except Exception as error:  # whatever it is, it must not take the other runs down
+                failed.append(report_failure(options, arm, seed, error))
                 progress.say(f"FAILED {failed[-1]}")
                 continue
             if seed is not None:
@@ -480,6 +494,18 @@ def make_runs(
             made[arm, seed] = records.read_record(record_path(options, arm, seed))  # as a later start will see it
             progress.say(one_line(record))
     return made, failed
+
+
+def report_failure(options: Options, arm: str, seed: int | None, error: Exception) -> str:
+    """A failed run in a line; the traceback of an unforeseen error goes to failures.log in the output folder."""
+    name = arm if seed is None else f"{arm} seed {seed}"
+    if isinstance(error, NonFiniteError):
+        return str(error)
+    line = f"{name}: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    with contextlib.suppress(OSError), open(options.out / "failures.log", "a", encoding="utf-8") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n{''.join(traceback.format_exception(error))}\n")
+        line += f" ({log.name} has the traceback)"
+    return line
 
 
 def one_line(record: dict[str, Any]) -> str:
@@ -628,7 +654,7 @@ def parser() -> argparse.ArgumentParser:
 
 def recorded_config(out: Path) -> dict[str, Any]:
     """The settings of the records in a folder (the untrained pair's if it is there); {} without records."""
-    for path in sorted((out / "runs").glob("*.json.gz"), key=lambda p: p.name != "untrained.json.gz"):
+    for path in sorted((out / "runs").glob("*.json.xz"), key=lambda p: p.name != "untrained.json.xz"):
         with contextlib.suppress(records.RecordError):
             return records.read_record(path)["config"]
     return {}
@@ -644,7 +670,7 @@ def configure(words: argparse.Namespace) -> tuple[Config, Options]:
     if tiny:
         import tiny as stand_in
 
-        settings |= {**stand_in.TINY, "device": "cpu"}
+        settings |= {**stand_in.TINY, "device": "cpu", "threads": 1}
     if reuse:
         kept = {"model_name", *(f.name for f in dataclasses.fields(Config) if f.metadata["part"] != "machine")}
         settings |= {name: value for name, value in recorded_config(out).items() if name in kept}

@@ -201,14 +201,14 @@ def test_a_changed_setting_makes_a_record_stale_and_says_which(flags: list[str],
     shown = capsys.readouterr().out
     assert "raft seed 17: its training differ; the old record is" in shown
     out = Path(flags[flags.index("--out") + 1])
-    assert (out / "runs" / "old" / "raft-s17.1.json.gz").is_file()
-    assert records.read_record(out / "runs" / "raft-s17.json.gz")["config"]["steps"] == 1
+    assert (out / "runs" / "old" / "raft-s17.1.json.xz").is_file()
+    assert records.read_record(out / "runs" / "raft-s17.json.xz")["config"]["steps"] == 1
 
 
 def test_a_record_cut_short_is_named_and_made_again(flags: list[str], capsys: Any) -> None:
     words = [*flags, "--arm", "raft", "--seeds", "17"]
     assert recipe.main(words) == 0
-    record = Path(flags[flags.index("--out") + 1]) / "runs" / "raft-s17.json.gz"
+    record = Path(flags[flags.index("--out") + 1]) / "runs" / "raft-s17.json.xz"
     whole = record.read_bytes()
     record.write_bytes(whole[: len(whole) // 2])
     capsys.readouterr()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -19,22 +19,22 @@ CONTENT = {"arm": "grpo", "seed": 17, "scores": [0.25, 1.0], "text": "naïve —
 
 
 def test_a_record_comes_back_as_it_was_and_its_bytes_hang_on_its_content(tmp_path: Path) -> None:
-    one, two = tmp_path / "runs" / "a.json.gz", tmp_path / "b.json.gz"
+    one, two = tmp_path / "runs" / "a.json.xz", tmp_path / "b.json.xz"
     records.write_record(one, CONTENT)
     time.sleep(1.1)  # a time stamp in the file would differ by now
     records.write_record(two, dict(reversed(CONTENT.items())))
     assert one.read_bytes() == two.read_bytes()
     assert records.read_record(one) == {**CONTENT, "format": records.FORMAT}
-    assert os.listdir(tmp_path / "runs") == ["a.json.gz"]
+    assert os.listdir(tmp_path / "runs") == ["a.json.xz"]
 
 
 def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "a.json.gz"
+    path = tmp_path / "a.json.xz"
     records.write_record(path, CONTENT)
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(records.RecordError, match=r"a\.json\.gz"):
+        with pytest.raises(records.RecordError, match=r"a\.json\.xz"):
             records.read_record(path)
     found = 0
     for place in range(len(whole)):
@@ -42,32 +42,32 @@ def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
         damaged[place] ^= 0x10
         path.write_bytes(damaged)
         try:
-            assert records.read_record(path) == {**CONTENT, "format": records.FORMAT}  # a bit that gzip does not use
+            assert records.read_record(path) == {**CONTENT, "format": records.FORMAT}  # a bit that does not count
         except records.RecordError:
             found += 1
     assert found > 0.9 * len(whole)
 
 
 def test_an_edit_and_another_format_are_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "a.json.gz"
+    path = tmp_path / "a.json.xz"
     records.write_record(path, CONTENT)
-    body = json.loads(gzip.decompress(path.read_bytes()))
-    path.write_bytes(gzip.compress(json.dumps({**body, "scores": [1.0, 1.0]}).encode()))
+    body = json.loads(lzma.decompress(path.read_bytes()))
+    path.write_bytes(lzma.compress(json.dumps({**body, "scores": [1.0, 1.0]}).encode()))
     with pytest.raises(records.RecordError, match="does not match its checksum"):
         records.read_record(path)
-    path.write_bytes(gzip.compress(json.dumps({**body, "format": 99}).encode()))
+    path.write_bytes(lzma.compress(json.dumps({**body, "format": 99}).encode()))
     with pytest.raises(records.RecordError, match="format 99"):
         records.read_record(path)
 
 
 def test_nan_never_reaches_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
-        records.write_record(tmp_path / "a.json.gz", {"loss": float("nan")})
+        records.write_record(tmp_path / "a.json.xz", {"loss": float("nan")})
     assert not list(tmp_path.iterdir())
 
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
-    path = tmp_path / "a.json.gz"
+    path = tmp_path / "a.json.xz"
     records.write_record(path, {"n": -1})
     code = (
         "import records, sys, pathlib\n"
@@ -82,7 +82,7 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new(tmp_path: 
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.json.gz"
+    path = tmp_path / "a.json.xz"
     records.write_record(path, CONTENT)
 
     def full(_: int) -> None:
@@ -92,14 +92,14 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="No space left"):
         records.write_record(path, {"n": 1})
     monkeypatch.undo()
-    assert records.read_record(path)["arm"] == "grpo" and os.listdir(tmp_path) == ["a.json.gz"]
+    assert records.read_record(path)["arm"] == "grpo" and os.listdir(tmp_path) == ["a.json.xz"]
 
 
 def test_setting_aside_never_overwrites(tmp_path: Path) -> None:
     for n in (1, 2):
-        records.write_record(tmp_path / "a.json.gz", {"n": n})
-        assert records.set_aside(tmp_path / "a.json.gz") == tmp_path / "old" / f"a.{n}.json.gz"
-    assert [records.read_record(tmp_path / "old" / f"a.{n}.json.gz")["n"] for n in (1, 2)] == [1, 2]
+        records.write_record(tmp_path / "a.json.xz", {"n": n})
+        assert records.set_aside(tmp_path / "a.json.xz") == tmp_path / "old" / f"a.{n}.json.xz"
+    assert [records.read_record(tmp_path / "old" / f"a.{n}.json.xz")["n"] for n in (1, 2)] == [1, 2]
 
 
 def test_a_folder_is_held_by_one_process_and_freed_by_a_kill(tmp_path: Path) -> None:

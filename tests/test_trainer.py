@@ -92,8 +92,7 @@ def test_labels_mark_own_tokens_and_nothing_else(make_trainer: Any) -> None:
         length = len(row.stream.ids)
         assert tensors["input_ids"][i, :length].tolist() == list(row.stream.ids)
         assert (tensors["labels"][i] != -100).tolist()[:length] == list(row.stream.own)
-        assert (tensors["labels"][i, length:] == -100).all() and (tensors["attention_mask"][i, length:] == 0).all()
-        assert tensors["attention_mask"][i, :length].all()
+        assert (tensors["labels"][i, length:] == -100).all()
 
 
 def test_micro_batches_hold_every_live_row_once_within_the_budget(make_trainer: Any) -> None:
@@ -134,12 +133,12 @@ def test_ada_replays_through_the_trainer(make_trainer: Any, monkeypatch: pytest.
 
 @pytest.mark.parametrize("arm", TABLE_ARMS)
 def test_training_moves_every_adapter_and_no_base_weight(arm: str, make_trainer: Any) -> None:
-    trainer = make_trainer(arm)
+    trainer = make_trainer(arm, steps=3, warmup_steps=0)  # lora_A has no gradient until lora_B has moved
     base, adapter = base_weights(trainer.model), adapter_weights(trainer.model)
     trainer.train()
     assert all(torch.equal(base[name], p) for name, p in base_weights(trainer.model).items())
     assert all(not torch.equal(adapter[name], p) for name, p in adapter_weights(trainer.model).items())
-    assert [m.step for m in trainer.history] == [0, 1] and all(math.isfinite(m.grad_norm) for m in trainer.history)
+    assert [m.step for m in trainer.history] == [0, 1, 2] and all(math.isfinite(m.grad_norm) for m in trainer.history)
 
 
 def test_an_all_flat_batch_changes_nothing_and_is_counted(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,17 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import random
 import re
+import signal
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +365,7 @@ def summarize(
     results = {
         "format": FORMAT,
         "header": _header(every, header, wanted_arms, wanted_seeds),
-        "arms": {s.key: _arm(s, [r for r in trained if r.arm == s.arm], pair, series) for s in series},
+        "arms": dict(together([partial(_keyed_arm, s, trained, pair, series) for s in series])),
         "noise": noise,
         "deltas": deltas,
         "reliability": reliability(series),
@@ -379,6 +382,33 @@ def summarize(
         if len(to_json(sized)) <= MAX_BYTES:
             break
     return sized
+
+
+def together(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of independent tasks, in order, worked on by all cores: whileai's intervals resample in plain
+    Python, minutes of it. Where a process cannot be forked (outside Linux), one after the other."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
+    if cores == 1 or len(tasks) < 2:
+        return [task() for task in tasks]
+    with multiprocessing.get_context("fork").Pool(min(cores, len(tasks)), _hold, (tasks,)) as pool:
+        return pool.map(_work, range(len(tasks)), chunksize=1)
+
+
+_tasks: Sequence[Callable[[], Any]] = ()  # in a forked worker: what it may be asked for
+
+
+def _hold(tasks: Sequence[Callable[[], Any]]) -> None:
+    global _tasks
+    _tasks = tasks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+
+
+def _work(number: int) -> Any:
+    return _tasks[number]()
+
+
+def _keyed_arm(s: Series, trained: Sequence[Run], pair: Run | None, series: Sequence[Series]) -> tuple[str, Json]:
+    return s.key, _arm(s, [r for r in trained if r.arm == s.arm], pair, series)
 
 
 def _same_problems(every: Sequence[Run]) -> None:
@@ -503,12 +533,12 @@ def _noise(series: Sequence[Series]) -> Json | None:
 
 def _deltas(series: Sequence[Series], noise: Json | None) -> Json:
     by_key = {(s.arm, s.partner): s for s in series}
+    pairs = [(by_key[BASELINE, s.partner], s) for s in series
+             if s.partner != "untrained" and s.arm != BASELINE and (BASELINE, s.partner) in by_key]  # fmt: skip
     found: Json = {}
-    for (arm, partner), after in by_key.items():
-        before = by_key.get((BASELINE, partner))
-        if partner == "untrained" or arm == BASELINE or before is None:
-            continue
-        compared, matched = compare(before, after, noise), matched_difference(before, after)
+    every = together([partial(compare, before, after, noise) for before, after in pairs])
+    for (before, after), compared in zip(pairs, every, strict=True):
+        arm, partner, matched = after.arm, after.partner, matched_difference(before, after)
         flag, delta, seeds = None, round(compared["delta"] or 0.0, 4), matched["n_seeds"]
         if seeds > 1 and delta * round(matched["value"], 4) < 0:
             flag = (f"{arm}, {partner.replace('_', ' ')}: seed {compared['seed_after']} alone {delta:+.3f}, "

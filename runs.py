@@ -84,6 +84,7 @@ class Progress:
         self._bar = tqdm(total=total, unit="chat", smoothing=0.1, mininterval=0.5, disable=None, file=sys.stderr)
         self._total, self._done, self._start = total, 0, time.monotonic()
         self._next_line = self._start + 60
+        self._said: set[str] = set()
 
     def advance(self, chats: int, doing: str) -> None:
         self._done += chats
@@ -94,6 +95,11 @@ class Progress:
             left = (now - self._start) * (self._total - self._done) / self._done / 60
             print(f"{doing}; about {left:.1f} min left", file=sys.stderr, flush=True)
             self._next_line = now + 60
+
+    def say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
 
     def say(self, line: str) -> None:
         self._tqdm.write(line, file=sys.stdout)
@@ -235,7 +241,7 @@ def fuse_norms(model: Any) -> None:
 def generator_for(
     config: Config, template: ChatTemplate, pad_id: int, say: Callable[[str], None]
 ) -> Callable[[Any], Any]:
-    """A function from a model to its generator; says once which one it is and why."""
+    """A function from a model to its generator; `say` is told which one it is and why."""
 
     def make(model: Any) -> Any:
         import decode
@@ -244,12 +250,9 @@ def generator_for(
             generator, why = decode.make_generate(model, sorted(template.eos_ids), pad_id, config.generator)
         except ValueError as error:
             raise UserError(f"--generator {config.generator}: {error}") from None
-        if why not in said:
-            said.add(why)
-            say(why)
+        say(why)
         return generator
 
-    said: set[str] = set()
     return make
 
 
@@ -323,7 +326,7 @@ def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
     trainer = make_trainer(
         arm, seed, config, lab.data.train, model, tokenizer, template, folder=folder, identity=identity,
         save_every=lab.options.save_every, on_step=on_step, callbacks=[lab.signals.callback()],
-        make_generator=generator_for(config, template, tokenizer.pad_token_id, lab.progress.say),
+        make_generator=generator_for(config, template, tokenizer.pad_token_id, lab.progress.say_once),
     )  # fmt: skip
     found = newest_checkpoint(folder, identity) if lab.options.reuse else None
     spent = 0.0
@@ -358,7 +361,7 @@ def base_run(lab: Lab) -> dict[str, Any]:
     start = time.perf_counter()
     config = lab.config
     model, tokenizer, template = load_model(config, lab.device, lab.options.trust_remote_code)
-    generator = generator_for(config, template, tokenizer.pad_token_id, lab.progress.say)(model)
+    generator = generator_for(config, template, tokenizer.pad_token_id, lab.progress.say_once)(model)
     loaded, sittings = time.perf_counter(), []
     for repeat in range(config.base_evals):
         lab.progress.advance(0, f"untrained: evaluation {repeat + 1}/{config.base_evals}")
@@ -578,14 +581,16 @@ def experiment(config: Config, options: Options) -> int:
 
     check_writable(options.out)
     with records.only_one(options.out):
-        data_is_here = Path(config.data).exists() or not options.reuse
-        data = load_data(config) if data_is_here else None
+        if not options.reuse:
+            pick_device(config)  # before anything is loaded
+        data = load_data(config) if Path(config.data).exists() or not options.reuse else None
         key = run_key(config, data.report["fingerprint"] if data else None)
         usable, todo, reused = sort_runs(options, key, print)
         if reused:
             print(f"reused: {', '.join(reused)}")
         failed: list[str] = []
         if todo:
+            pick_device(config)
             data = data or load_data(config)
             made, failed = make_runs(todo, config, options, data, {**key, "data": data.report["fingerprint"]})
             usable |= made
@@ -597,9 +602,7 @@ def experiment(config: Config, options: Options) -> int:
         runs = {name: record for name, record in usable.items() if name[1] is not None}
         arms = [*options.arms, *dict.fromkeys(arm for arm, _ in runs if arm not in options.arms)]
         results = report.summarize(usable.get(("untrained", None)), runs, header, arms, options.seeds, options.price)
-        records.write_whole(
-            options.out / "results.json", json.dumps(results, indent=1, allow_nan=False).encode() + b"\n"
-        )
+        records.write_whole(options.out / "results.json", report.to_json(results))
         print(report.render_table(results))
         print(f"written: {options.out / 'results.json'}")
     for line in failed:

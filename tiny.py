@@ -405,6 +405,9 @@ def is_whole(folder: Path, key: str) -> bool:
 
 def build(folder: Path, settings: Settings, progress: Callable[[int, int], None] | None) -> None:
     """Problems, model and tokenizer into a new folder; the marker last."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # of writing and reading a file of a third of a megabyte
     rows = write_data(folder / "data", settings)
     model, tokenizer = warm_start(rows, settings, progress)
     model.save_pretrained(folder / "model")

@@ -20,40 +20,37 @@ import logging
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from facts import numbers_in
+from words import (
+    CHANGES,
+    Json,
+    answer,
+    arms_of,
+    clean,
+    interval,
+    listed,
+    matched_words,
+    mean_of,
+    name_of,
+    num,
+    one_line,
+    partial_words,
+    row_of,
+    score_words,
+    spread,
+)
 
 if TYPE_CHECKING:  # matplotlib and whileai are imported where they are used: a refused file costs no second
     from matplotlib.axes import Axes
     from whileai.platform import Tracked
 
-Json = dict[str, Any]
-
 AGENT = "talk-credit"  # the card's name on the platform
 PARTNERS = ("trained_pair", "untrained_partner")
 BEHAVIORS = {"trained_pair": "team-solves", "untrained_partner": "with-untrained-partner"}
-NAMES = {
-    "untrained": "untrained",
-    "grpo": "GRPO",
-    "ada": "Reinforce-Ada",
-    "raft": "RAFT",
-    "mixed": "Mixed partners",
-    "ada_mixed": "Ada, mixed partners",
-    "grpo12": "GRPO, 12 chats",
-}
-CHANGES = {
-    "untrained": "Nothing: this is the pair before training.",
-    "grpo": "The baseline: each chat is credited with its reward minus the mean of its group.",
-    "ada": "Problems whose chats all scored the same are played again; a balanced group is trained on.",
-    "raft": "Only chats in which both copies were right are trained on, each with credit 1.",
-    "mixed": "As GRPO, but in half of the chats copy B is the untrained model.",
-    "ada_mixed": "As Reinforce-Ada, but in half of the chats copy B is the untrained model.",
-    "grpo12": "As GRPO, with the larger number of chats that Reinforce-Ada may draw.",
-}
 # Okabe and Ito's palette, which holds for the colour-blind, and a marker an arm for print. The four greys are
 # stand-ins: in the page every colour becomes a CSS variable, so that one drawing serves light and dark.
 INK, MUTED, GRID, PAPER = "#1b1f25", "#5d6671", "#dfe3e8", "#fffffe"
@@ -78,122 +75,6 @@ CURVES = {
 
 class PublishError(Exception):
     """The platform did not take something; the message is one line and says what to do."""
-
-
-# ---------------------------------------------------------------------------------------------- words
-
-
-def clean(text: Any) -> str:
-    """Text from outside as it may be shown: control, direction and surrogate characters become visible escapes,
-    so that nothing a model wrote moves a cursor, turns a line around or breaks a file."""
-
-    def shown(c: str) -> str:
-        unsafe = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and c not in "\n\t"
-        return f"\\x{ord(c):02x}" if unsafe and ord(c) < 256 else f"\\u{ord(c):04x}" if unsafe else c
-
-    return "".join(map(shown, str(text)))
-
-
-def one_line(text: Any, limit: int = 300) -> str:
-    line = " ".join(clean(text).split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def num(value: float | None, digits: int = 2, sign: bool = False) -> str:
-    """A number as it is printed; a dash where there was nothing to measure."""
-    if value is None:
-        return "–"
-    return f"{round(value, digits) + 0.0:{'+' if sign else ''},.{digits}f}".replace("-", "−")  # + 0.0: no "-0.00"
-
-
-def interval(low: float | None, high: float | None, digits: int = 3, sign: bool = False) -> str:
-    return "" if low is None or high is None else f"[{num(low, digits, sign)}, {num(high, digits, sign)}]"
-
-
-def listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def name_of(arm: str) -> str:
-    return NAMES.get(arm, one_line(arm, 40))
-
-
-def mean_of(numbers: Sequence[float | None] | None) -> float | None:
-    known = [x for x in numbers or () if x is not None]
-    return sum(known) / len(known) if known else None
-
-
-def arms_of(results: Json) -> list[str]:
-    """The methods, untrained first: the rows of results.json that are not an evaluation with an untrained partner."""
-    return [name for name, row in results["arms"].items() if row["partner"] != "untrained_partner"]
-
-
-def row_of(results: Json, arm: str, partner: str) -> Json | None:
-    """One arm's row; an untrained pair is its own untrained partner."""
-    key = arm if partner == "trained_pair" or arm == "untrained" else f"{arm}_untrained_partner"
-    return results["arms"].get(key)
-
-
-def spread(row: Json | None) -> tuple[float | None, float | None, str]:
-    """Low, high and what they are over. One training seed gives no interval over seeds: then the one over
-    problems stands in, and says so."""
-    if row is None:
-        return None, None, ""
-    mean = row["mean"]
-    if mean["over"] is not None:
-        return mean["low"], mean["high"], mean["over"]
-    first = row["pass_at_1"][0] if row["pass_at_1"] else {}
-    return first.get("low"), first.get("high"), "problems only, one training seed"
-
-
-def score_words(row: Json | None, digits: int = 3) -> str:
-    if row is None or row["mean"]["value"] is None:
-        return "not measured"
-    low, high, over = spread(row)
-    note = f" ({over})" if over.startswith("problems only") else ""
-    return f"{num(row['mean']['value'], digits)} {interval(low, high, digits)}{note}".strip()
-
-
-def matched_words(arm: str, matched: Json, digits: int = 3) -> str:
-    span = interval(matched["low"], matched["high"], digits, True)
-    return f"{name_of(arm)} {num(matched['value'], digits, True)} {span}".strip()
-
-
-def answer(results: Json) -> tuple[str, str]:
-    """The answer in two sentences: the highest mean beside the baseline, and what of the differences is resolved."""
-    rows = {arm: results["arms"][arm] for arm in arms_of(results)}
-    trained = {arm: row for arm, row in rows.items() if arm != "untrained" and row["mean"]["value"] is not None}
-    if not trained:
-        return "No trained pair has been measured yet.", "So the question is open."
-    best = max(trained, key=lambda arm: trained[arm]["mean"]["value"])
-    beside = {"grpo": "with GRPO", "untrained": "untrained"}
-    others = [f"{score_words(rows[arm], 2)} {words}" for arm, words in beside.items() if arm in rows and arm != best]
-    first = f"{name_of(best)} has the highest mean share of held-out answers right: {score_words(trained[best], 2)}"
-    first += f", against {listed(others)}." if others else "."
-    matched = {
-        arm: both["trained_pair"]["matched"] for arm, both in results["deltas"].items() if both.get("trained_pair")
-    }
-    matched = {arm: m for arm, m in matched.items() if m and m["value"] is not None}
-    if not matched:
-        return first, "No other rule has been compared with GRPO on the same seeds, so which is best is open."
-    told = [arm for arm, m in matched.items() if m["low"] is not None and (m["low"] > 0 or m["high"] < 0)]
-    words = {arm: matched_words(arm, m, 2) for arm, m in matched.items()}
-    if told:
-        second = (
-            f"Over matched seeds, {listed([words[arm] for arm in told])} can be told apart from GRPO (95% intervals)"
-        )
-        rest = [words[arm] for arm in matched if arm not in told]
-        return first, f"{second}; {listed(rest)} cannot." if rest else f"{second}."
-    whole = all(m["low"] is not None for m in matched.values())
-    why = "each 95% interval includes zero" if whole else "one seed gives no interval over seeds"
-    second = "Which rule is best stays open: over matched seeds the differences from GRPO are"
-    return first, f"{second} {listed(list(words.values()))}, and {why}."
-
-
-def partial_words(results: Json) -> str:
-    """One line on what is missing; empty if nothing is."""
-    missing = [*results["header"]["partial"], *results["header"]["failed"]]
-    return f"Partial results: {one_line('; '.join(map(str, missing)), 1000)}." if missing else ""
 
 
 # ---------------------------------------------------------------------------------------------- charts

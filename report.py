@@ -46,6 +46,7 @@ from recipe import (
     talk_measures,
 )
 from records import write_whole
+from words import answer, climb, learned, partial_words
 
 FORMAT = 1
 MAX_BYTES = 60_000
@@ -940,10 +941,24 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def readme_tables(results: Json) -> dict[str, str]:
     """The README's tables by the name of their markers."""
     makers: dict[str, Callable[[Json], str]] = {
-        "result": _result_table, "deltas": _delta_table, "checks": _check_table, "cost": _cost_table,
-        "published": _published_table,
+        "answer": _answer, "result": _result_table, "deltas": _delta_table, "checks": _check_table,
+        "cost": _cost_table, "published": _published_table, "climb": _climb_table, "learned": _learned,
     }  # fmt: skip
     return {name: make(results) for name, make in makers.items()}
+
+
+def _answer(results: Json) -> str:
+    model, seeds = results["header"]["model"]["id"], results["header"]["seeds"]
+    found = " ".join(answer(results))
+    return f"{found} (Model: {model}; seeds {', '.join(map(str, seeds))}.) {partial_words(results)}".strip()
+
+
+def _climb_table(results: Json) -> str:
+    return markdown(["round", "what changed", "score", f"against {BASELINE}, matched seeds"], climb(results))
+
+
+def _learned(results: Json) -> str:
+    return "\n".join(f"- {bullet}" for bullet in learned(results))
 
 
 def _result_table(results: Json) -> str:

@@ -91,7 +91,6 @@ def trainer(arm: str, seed: int, config: Config, chance: float) -> Any:
         level = 0.11 + (chance - 0.11) * done
         chosen = draw.sample(pool, config.problems)
 
-
         def play(plans: list[recipe.Plan], level: float = level) -> list[GradedChat]:
             return [chat(q.problem, level + difficulty(q.problem), 0.6, draw, q.trained) for q in plans]
 

@@ -31,6 +31,7 @@ from decode import FastGenerate, HFGenerate, make_generate, pick, supports  # no
 
 torch.set_num_threads(1)  # the models are too small to share
 
+
 def make_lora(seed: int = 0, **options: object) -> nn.Module:
     """A random model with random LoRA weights (B is not 0) on a subset of the projections."""
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -109,21 +110,15 @@ def test_turns_reuse_the_prefix() -> None:
         messages = play(generate, prompts, steps=6, streams=[7, 3, 9, 1, 5])
         assert messages == [reference(model, p, 6) for p in prompts]
         new = generate.stats.prefill_tokens - before
-        assert new == (
-            5 * 5 if turn else sum(map(len, prompts))
-        )  # the last sampled token and 4 new ones a row
+        assert new == (5 * 5 if turn else sum(map(len, prompts)))  # the last sampled token and 4 new ones a row
         prompts = [p + m + [2, 3, 4, turn + 5] for p, m in zip(prompts, messages, strict=True)]
     # Other texts on the same streams: only what is equal may be reused.
     prompts = [[60 - p[0], *p[1:]] for p in prompts[:2]] + [[*p[:4], 1, 2] for p in prompts[2:]]
     before = generate.stats.reused_tokens
-    assert play(generate, prompts, steps=6, streams=[7, 3, 9, 1, 5]) == [
-        reference(model, p, 6) for p in prompts
-    ]
+    assert play(generate, prompts, steps=6, streams=[7, 3, 9, 1, 5]) == [reference(model, p, 6) for p in prompts]
     assert generate.stats.reused_tokens - before <= 3 * 5
     # The same stream twice in one call, and more streams than slots.
-    assert play(generate, prompts, steps=6, streams=[7, 7, 7, 1, 5]) == [
-        reference(model, p, 6) for p in prompts
-    ]
+    assert play(generate, prompts, steps=6, streams=[7, 7, 7, 1, 5]) == [reference(model, p, 6) for p in prompts]
     assert len(generate.streams) + len(generate.free) == generate.slots
     many = make_prompts(23, seed=4)
     assert play(generate, many, steps=6, streams=list(range(23))) == [reference(model, p, 6) for p in many]
@@ -321,9 +316,7 @@ def test_unsupported_models_are_named_and_fall_back() -> None:
     sliding = Qwen2Config(**sizes, use_sliding_window=True, sliding_window=8, max_window_layers=1)
     yarn = Qwen2Config(
         **sizes,
-        rope_parameters={
-            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64
-        },
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64},
     )
     reasons = {
         "sliding window": AutoModelForCausalLM.from_config(sliding),

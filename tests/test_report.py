@@ -21,6 +21,7 @@ import whileai as wai
 
 import recipe
 import report
+import words
 
 ROOT = Path(__file__).parent.parent
 ARMS, SEEDS = ("grpo", "ada"), (17, 18, 19)
@@ -537,17 +538,17 @@ def test_readme_is_rewritten_between_its_markers(results: dict[str, Any], tmp_pa
     readme, path = tmp_path / "README.md", tmp_path / "results.json"
     path.write_bytes(report.to_json(results))
     where = ["--readme", str(readme), "--results", str(path)]
-    names = ("result", "deltas", "checks", "cost", "published")
+    names = ("answer", "result", "deltas", "checks", "cost", "published", "climb", "learned")
     parts = [f"\n<!-- results:{name} -->\nold\n<!-- /results:{name} -->\nkept {name}\n" for name in names]
     readme.write_text("# Title\n" + "".join(parts))
     assert report.main([*where, "--check"]) == 1 and "old" in readme.read_text()
     assert report.main(where) == 0 and report.main([*where, "--check"]) == 0
     text = readme.read_text()
     assert text.startswith("# Title\n") and "\nold\n" not in text and all(f"kept {name}\n" in text for name in names)
-    for table in report.readme_tables(results).values():
+    for name, table in report.readme_tables(results).items():
         assert table in text
         lines = [line.replace("\\|", "") for line in table.splitlines() if line.startswith("|")]
-        assert len({line.count("|") for line in lines}) == 1
+        assert len({line.count("|") for line in lines}) == (name not in ("answer", "learned"))
     readme.write_text(text.replace("0.", "1.", 1))
     assert report.main([*where, "--check"]) == 1
     for wrong in ("<!-- results:cost -->", "<!-- results:other -->\n<!-- /results:other -->", "<!-- /results:cost -->",
@@ -594,3 +595,34 @@ def test_table_shows_the_numbers(results: dict[str, Any]) -> None:
 def test_score_of_a_finished_run_in_words(records: tuple[Any, Any], results: dict[str, Any]) -> None:
     words = report.score_text(chats_of(records[1]["ada", 17], "trained_pair"))
     assert words.startswith(f"{results['arms']['ada']['score'][0]:.3f} ± 0.") and words.endswith("(n 10 problems)")
+
+
+def test_climb_and_learned_say_what_the_numbers_say() -> None:
+    """Made by hand: untrained 0.10, grpo 0.30, raft 0.25; only grpo with an untrained partner."""
+
+    def row(partner: str, value: float, sends: float) -> dict[str, Any]:
+        mean = {"value": value, "low": value - 0.05, "high": value + 0.05, "over": "seeds and problems"}
+        return {
+            "partner": partner,
+            "mean": mean,
+            "pass_at_1": [],
+            "talk": {"sends_own": [sends], "uses_partners": [0.5]},
+        }
+
+    arms = {
+        "untrained": row("untrained", 0.1, 0.5),
+        "grpo": row("trained_pair", 0.3, 0.9),
+        "grpo_untrained_partner": row("untrained_partner", 0.15, 0.9),
+        "raft": row("trained_pair", 0.25, 0.8),
+    }
+    matched = {"value": -0.05, "low": -0.09, "high": -0.01}
+    results = {"arms": arms, "deltas": {"raft": {"trained_pair": {"matched": matched}}}, "reliability": {"words": "R."}}
+    assert words.climb(results) == [
+        ["0", words.CHANGES["untrained"], "0.100 [0.050, 0.150]", "–"],
+        ["1", words.CHANGES["grpo"], "0.300 [0.250, 0.350]", "baseline"],
+        ["2", words.CHANGES["raft"], "0.250 [0.200, 0.300]", "−0.050 [−0.090, −0.010]"],
+    ]
+    first, second, third = words.learned(results)
+    assert "from 0.10 to 0.25 to 0.30" in first and "sends 0.50 of" in first and "0.80 to 0.90 after" in first
+    assert "score 0.15." in second
+    assert "RAFT −0.05 [−0.09, −0.01] can be told apart from GRPO" in third and third.endswith("R.")

@@ -1,0 +1,192 @@
+"""results.json in words: names, numbers as they are printed, and the answer in two sentences. Shared by the card
+and the README; needs the standard library alone."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+Json = dict[str, Any]
+
+NAMES = {
+    "untrained": "untrained",
+    "grpo": "GRPO",
+    "ada": "Reinforce-Ada",
+    "raft": "RAFT",
+    "mixed": "Mixed partners",
+    "ada_mixed": "Ada, mixed partners",
+    "grpo12": "GRPO, 12 chats",
+}
+CHANGES = {
+    "untrained": "Nothing: this is the pair before training.",
+    "grpo": "The baseline: each chat is credited with its reward minus the mean of its group.",
+    "ada": "Problems whose chats all scored the same are played again; a balanced group is trained on.",
+    "raft": "Only chats in which both copies were right are trained on, each with credit 1.",
+    "mixed": "As GRPO, but in half of the chats copy B is the untrained model.",
+    "ada_mixed": "As Reinforce-Ada, but in half of the chats copy B is the untrained model.",
+    "grpo12": "As GRPO, with the larger number of chats that Reinforce-Ada may draw.",
+}
+
+
+def clean(text: Any) -> str:
+    """Text from outside as it may be shown: control, direction and surrogate characters become visible escapes,
+    so that nothing a model wrote moves a cursor, turns a line around or breaks a file."""
+
+    def shown(c: str) -> str:
+        unsafe = unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and c not in "\n\t"
+        return f"\\x{ord(c):02x}" if unsafe and ord(c) < 256 else f"\\u{ord(c):04x}" if unsafe else c
+
+    return "".join(map(shown, str(text)))
+
+
+def one_line(text: Any, limit: int = 300) -> str:
+    line = " ".join(clean(text).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def num(value: float | None, digits: int = 2, sign: bool = False) -> str:
+    """A number as it is printed; a dash where there was nothing to measure."""
+    if value is None:
+        return "–"
+    return f"{round(value, digits) + 0.0:{'+' if sign else ''},.{digits}f}".replace("-", "−")  # + 0.0: no "-0.00"
+
+
+def interval(low: float | None, high: float | None, digits: int = 3, sign: bool = False) -> str:
+    return "" if low is None or high is None else f"[{num(low, digits, sign)}, {num(high, digits, sign)}]"
+
+
+def listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def name_of(arm: str) -> str:
+    return NAMES.get(arm, one_line(arm, 40))
+
+
+def mean_of(numbers: Sequence[float | None] | None) -> float | None:
+    known = [x for x in numbers or () if x is not None]
+    return sum(known) / len(known) if known else None
+
+
+def arms_of(results: Json) -> list[str]:
+    """The methods, untrained first: the rows of results.json that are not an evaluation with an untrained partner."""
+    return [name for name, row in results["arms"].items() if row["partner"] != "untrained_partner"]
+
+
+def row_of(results: Json, arm: str, partner: str) -> Json | None:
+    """One arm's row; an untrained pair is its own untrained partner."""
+    key = arm if partner == "trained_pair" or arm == "untrained" else f"{arm}_untrained_partner"
+    return results["arms"].get(key)
+
+
+def spread(row: Json | None) -> tuple[float | None, float | None, str]:
+    """Low, high and what they are over. One training seed gives no interval over seeds: then the one over
+    problems stands in, and says so."""
+    if row is None:
+        return None, None, ""
+    mean = row["mean"]
+    if mean["over"] is not None:
+        return mean["low"], mean["high"], mean["over"]
+    first = row["pass_at_1"][0] if row["pass_at_1"] else {}
+    return first.get("low"), first.get("high"), "problems only, one training seed"
+
+
+def score_words(row: Json | None, digits: int = 3) -> str:
+    if row is None or row["mean"]["value"] is None:
+        return "not measured"
+    low, high, over = spread(row)
+    note = f" ({over})" if over.startswith("problems only") else ""
+    return f"{num(row['mean']['value'], digits)} {interval(low, high, digits)}{note}".strip()
+
+
+def matched_words(arm: str, matched: Json, digits: int = 3) -> str:
+    span = interval(matched["low"], matched["high"], digits, True)
+    return f"{name_of(arm)} {num(matched['value'], digits, True)} {span}".strip()
+
+
+def answer(results: Json) -> tuple[str, str]:
+    """The answer in two sentences: the highest mean beside the baseline, and what of the differences is resolved."""
+    rows = {arm: results["arms"][arm] for arm in arms_of(results)}
+    trained = {arm: row for arm, row in rows.items() if arm != "untrained" and row["mean"]["value"] is not None}
+    if not trained:
+        return "No trained pair has been measured yet.", "So the question is open."
+    best = max(trained, key=lambda arm: trained[arm]["mean"]["value"])
+    beside = {"grpo": "with GRPO", "untrained": "untrained"}
+    others = [f"{score_words(rows[arm], 2)} {words}" for arm, words in beside.items() if arm in rows and arm != best]
+    first = f"{name_of(best)} has the highest mean share of held-out answers right: {score_words(trained[best], 2)}"
+    first += f", against {listed(others)}." if others else "."
+    matched = {
+        arm: both["trained_pair"]["matched"] for arm, both in results["deltas"].items() if both.get("trained_pair")
+    }
+    matched = {arm: m for arm, m in matched.items() if m and m["value"] is not None}
+    if not matched:
+        return first, "No other rule has been compared with GRPO on the same seeds, so which is best is open."
+    told = [arm for arm, m in matched.items() if m["low"] is not None and (m["low"] > 0 or m["high"] < 0)]
+    words = {arm: matched_words(arm, m, 2) for arm, m in matched.items()}
+    if told:
+        second = (
+            f"Over matched seeds, {listed([words[arm] for arm in told])} can be told apart from GRPO (95% intervals)"
+        )
+        rest = [words[arm] for arm in matched if arm not in told]
+        return first, f"{second}; {listed(rest)} cannot." if rest else f"{second}."
+    whole = all(m["low"] is not None for m in matched.values())
+    why = "each 95% interval includes zero" if whole else "one seed gives no interval over seeds"
+    second = "Which rule is best stays open: over matched seeds the differences from GRPO are"
+    return first, f"{second} {listed(list(words.values()))}, and {why}."
+
+
+def partial_words(results: Json) -> str:
+    """One line on what is missing; empty if nothing is."""
+    missing = [*results["header"]["partial"], *results["header"]["failed"]]
+    return f"Partial results: {one_line('; '.join(map(str, missing)), 1000)}." if missing else ""
+
+
+def learned(results: Json) -> list[str]:
+    """Three things that the numbers support: what training does, what it is worth with a stranger, what is left
+    open between the rules."""
+    rows = {arm: results["arms"][arm] for arm in arms_of(results) if results["arms"][arm]["mean"]["value"] is not None}
+    trained = [arm for arm in rows if arm != "untrained"]
+    if not trained or "untrained" not in rows:
+        return ["Nothing yet: it takes the untrained pair and a trained one."]
+
+    def span(values: Sequence[float | None]) -> str:
+        known = [value for value in values if value is not None]
+        low, high = (num(f(known)) for f in (min, max)) if known else ("–", "–")
+        return low if low == high else f"{low} to {high}"
+
+    def talk(arm: str, measure: str) -> float | None:
+        return mean_of(rows[arm]["talk"][measure])
+
+    base = rows["untrained"]["mean"]["value"]
+    partner = [row_of(results, arm, "untrained_partner") for arm in trained]
+    first = (
+        f"Training moves the pair's score from {num(base)} to {span([rows[a]['mean']['value'] for a in trained])} "
+        f"(means over seeds, by rule). A copy sends {num(talk('untrained', 'sends_own'))} of the numbers that only it "
+        f"has before, {span([talk(a, 'sends_own') for a in trained])} after, and uses "
+        f"{num(talk('untrained', 'uses_partners'))} of its partner's before, "
+        f"{span([talk(a, 'uses_partners') for a in trained])} after."
+    )
+    second = (
+        "Part of the skill is a habit of the pair: with an untrained partner the trained copies score "
+        f"{span([row['mean']['value'] for row in partner if row])}."
+    )
+    return [first, second, f"{answer(results)[1]} {results['reliability']['words']}"]
+
+
+def climb(results: Json) -> list[list[str]]:
+    """Rows of round, what changed, score, against grpo: the baseline first, then each change to it."""
+    arms = arms_of(results)
+    order = [arm for arm in ("untrained", "grpo") if arm in arms]
+    order += [arm for arm in arms if arm not in order]
+    found = []
+    for number, arm in enumerate(order):
+        both = results["deltas"].get(arm, {}).get("trained_pair")
+        against = "baseline" if arm == "grpo" else "–"
+        if both and both["matched"]["value"] is not None:
+            matched = both["matched"]
+            against = f"{num(matched['value'], 3, True)} {interval(matched['low'], matched['high'], 3, True)}".strip()
+        found.append(
+            [str(number), CHANGES.get(arm, name_of(arm)), score_words(row_of(results, arm, "trained_pair")), against]
+        )
+    return found

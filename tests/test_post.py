@@ -609,7 +609,7 @@ def test_the_answer_says_what_is_open_and_what_is_not(results: Json) -> None:
         matched(arm, -0.1, 0.3)
     first, second = post.answer(results)
     best = max(("grpo", "ada", "raft", "mixed"), key=lambda arm: results["arms"][arm]["mean"]["value"])
-    assert first.startswith(f"{post.NAMES[best]} has the highest mean share of held-out answers right: ")
+    assert first.startswith(f"{words.NAMES[best]} has the highest mean share of held-out answers right: ")
     assert second.startswith("Which rule is best stays open")
     assert "each 95% interval includes zero" in second
     matched("ada", 0.05, 0.3)

@@ -938,13 +938,26 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *cells])
 
 
-def readme_tables(results: Json) -> dict[str, str]:
-    """The README's tables by the name of their markers."""
+def readme_tables(results: Json, benchmark: Json | None = None) -> dict[str, str]:
+    """The README's tables by the name of their markers; the table of speed comes from benchmark.json."""
     makers: dict[str, Callable[[Json], str]] = {
         "answer": _answer, "result": _result_table, "deltas": _delta_table, "checks": _check_table,
         "cost": _cost_table, "published": _published_table, "climb": _climb_table, "learned": _learned,
     }  # fmt: skip
-    return {name: make(results) for name, make in makers.items()}
+    speed = {} if benchmark is None else {"speed": _speed_table(benchmark)}
+    return {name: make(results) for name, make in makers.items()} | speed
+
+
+def _speed_table(benchmark: Json) -> str:
+    about, rows = benchmark["about"], []
+    for row in benchmark["rows"]:
+        more = [f"{name.replace('_', ' ')} {value:,}" for name, value in row.items()
+                if name not in ("work", "value", "unit")]  # fmt: skip
+        rows.append([row["work"], f"{row['value']:,.3g} {row['unit']}", ", ".join(more)])
+    versions = about["versions"]
+    words = (f"{about['device']}, {about['model']['id']}, {about['model']['loaded_as']}, torch {versions['torch']}, "
+             f"transformers {versions['transformers']}, TRL {versions['trl']}, {about['date'][:10]}.")  # fmt: skip
+    return f"{markdown(['work', 'measured', 'and'], rows)}\n\n{words}"
 
 
 def _answer(results: Json) -> str:
@@ -1025,9 +1038,9 @@ def _published_table(results: Json) -> str:
 MARKER = re.compile(r"<!-- (/?)results:(\w+) -->")
 
 
-def update_readme(text: str, results: Json) -> str:
+def update_readme(text: str, results: Json, benchmark: Json | None = None) -> str:
     """The text with what stands between `<!-- results:NAME -->` and `<!-- /results:NAME -->` made anew."""
-    tables, out, end, opened = readme_tables(results), [], 0, None
+    tables, out, end, opened = readme_tables(results, benchmark), [], 0, None
     for mark in MARKER.finditer(text):
         closing, name = mark[1] == "/", mark[2]
         if name not in tables or opened != (name if closing else None):
@@ -1045,12 +1058,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = argparse.ArgumentParser(prog="report.py", description="Write the tables of the README from results.json.")
     words.add_argument("--readme", type=Path, default=Path("README.md"))
     words.add_argument("--results", type=Path, default=Path("results.json"))
+    words.add_argument("--benchmark", type=Path, default=Path("benchmark.json"))
     words.add_argument("--check", action="store_true", help="change nothing; exit 1 if the tables are out of date")
     given = words.parse_args(argv)
     try:
         old = given.readme.read_text(encoding="utf-8")
-        new = update_readme(old, load_results(given.results))
-    except (ResultsError, OSError) as error:
+        benchmark = json.loads(given.benchmark.read_text()) if given.benchmark.exists() else None
+        new = update_readme(old, load_results(given.results), benchmark)
+    except (ResultsError, OSError, ValueError, KeyError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
     if given.check:

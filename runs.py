@@ -580,6 +580,7 @@ def experiment(config: Config, options: Options) -> int:
     import report
 
     check_writable(options.out)
+    state = records.git_state(Path(__file__).parent)  # now: the tree may change before the runs are done
     with records.only_one(options.out):
         if not options.reuse:
             pick_device(config)  # before anything is loaded
@@ -597,8 +598,13 @@ def experiment(config: Config, options: Options) -> int:
         if not usable:
             print("nothing was finished: no results.json", file=sys.stderr)
             return 1
-        header = {"command": options.command, "date": time.strftime("%Y-%m-%d"), "reused": reused, "failed": failed,
-                  **records.git_state(Path(__file__).parent)}  # fmt: skip
+        header = {
+            "command": options.command,
+            "date": time.strftime("%Y-%m-%d"),
+            "reused": reused,
+            "failed": failed,
+            **state,
+        }
         runs = {name: record for name, record in usable.items() if name[1] is not None}
         arms = [*options.arms, *dict.fromkeys(arm for arm, _ in runs if arm not in options.arms)]
         results = report.summarize(usable.get(("untrained", None)), runs, header, arms, options.seeds, options.price)

@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import fake_runs  # noqa: E402
 
 import post  # noqa: E402
-import words  # noqa: E402
 import report  # noqa: E402
+import words  # noqa: E402
 
 Json = dict[str, Any]
 KEY = "zp_test_key"

@@ -363,6 +363,7 @@ def warm_start(rows: Iterator[dict[str, Any]], settings: Settings, progress: Cal
 # --------------------------------------------------------------------------------------------- building
 
 MARKER = "built.json"
+PROBLEMS = "generated-problems"  # the data set's name in the results
 NAME = "the stand-in (82,000 parameters)"
 
 
@@ -408,7 +409,7 @@ def build(folder: Path, settings: Settings, progress: Callable[[int, int], None]
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of writing and reading a file of a third of a megabyte
-    rows = write_data(folder / "data", settings)
+    rows = write_data(folder / PROBLEMS, settings)
     model, tokenizer = warm_start(rows, settings, progress)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -425,10 +426,10 @@ def build_tiny(
     import torch
 
     folder, key = Path(folder), fingerprint(settings)
-    paths = TinyPaths(folder / "model", folder / "data")
+    paths = TinyPaths(folder / "model", folder / PROBLEMS)
     if is_whole(folder, key):
         return paths
-    if folder.exists() and {path.name for path in folder.iterdir()} - {"model", "data", MARKER}:
+    if folder.exists() and {path.name for path in folder.iterdir()} - {"model", PROBLEMS, MARKER}:
         raise FileExistsError(f"{folder} holds other files too and would be replaced: name another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -696,3 +696,23 @@ def test_in_a_browser(results: Json, drawn: Json, tmp_path: Path) -> None:
     assert found["title"] != "owned"
     assert (found["chats"], found["hostile"]) == (10, 40)
     assert found["marks"] > 20
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_no_table_leaves_its_card_on_a_desktop(results: Json, drawn: Json, tmp_path: Path) -> None:
+    """The longest verdict in every row, and three-digit differences with signs."""
+    wide = copy.deepcopy(results)
+    for both in wide["deltas"].values():
+        for delta in both.values():
+            delta["compare"] |= {"word": "moved the wrong way", "delta": -0.271, "low": -0.300, "high": -0.241}
+            delta["matched"] |= {"value": -0.230, "low": -0.533, "high": -0.172, "per_seed": [-0.271, -0.093, -0.327]}
+    (tmp_path / "card.html").write_text(post.render_html(wide, drawn), encoding="utf-8")
+    question = (
+        "[...d.querySelectorAll('table')].filter(t => t.getBoundingClientRect().right > "
+        "t.parentElement.getBoundingClientRect().right + 1).map(t => t.id || t.className)"
+    )
+    measure = re.sub(r"JSON\.stringify\(\{.*?\}\);", f"JSON.stringify({question});", MEASURE, flags=re.DOTALL)
+    (tmp_path / "measure.html").write_text(measure.replace("width:390px", "width:1200px"))
+    dom, console = browse(tmp_path / "measure.html", tmp_path / "profile", "--allow-file-access-from-files")
+    assert console == []
+    assert json.loads(Page(re.search(r'<pre id="found">.*?</pre>', dom, re.DOTALL)[0]).text) == []

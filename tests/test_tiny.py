@@ -251,7 +251,7 @@ def half_model(folder: Path) -> None:
 
 
 def no_data(folder: Path) -> None:
-    (folder / "data" / "test.jsonl").unlink()
+    (folder / tiny.PROBLEMS / "test.jsonl").unlink()
 
 
 def no_marker(folder: Path) -> None:

@@ -14,8 +14,9 @@ and both are paid the same team reward: the share of the two answers that are ri
     python recipe.py --selftest   the rules on worked examples, in seconds, without torch
     python recipe.py              four arms x three seeds on a GPU (--reuse: take finished runs as they are)
 
-Sections: config, task, chat, credit, trainer, evaluation, experiment, command line. The reader of answers is
-grading.py, the generator decode.py, the files of a run records.py, the statistics and the table report.py.
+Sections: config, task, chat, credit, trainer, evaluation, main. Around them: facts.py and grading.py read problems
+and answers, data.py the data set; decode.py samples; runs.py makes and reuses runs, records.py writes their files;
+report.py holds the statistics and the table.
 """
 
 from __future__ import annotations

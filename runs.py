@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import records
 from data import Data, load_data
 from recipe import (
     ARMS,
+    BASELINE,
     QUESTION,
     TABLE_ARMS,
     ChatTemplate,
@@ -54,6 +55,7 @@ class Options:
     seeds: tuple[int, ...]
     reuse: bool
     save_every: int
+    hours: float | None  # time left: no run is started that would not be done by then
     price: float  # dollars an hour of the card, for the cost table
     trust_remote_code: bool
     command: str
@@ -337,8 +339,10 @@ def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
         lab.progress.say(f"{name}: going on after step {len(trainer.history)}")
     clock.append(time.perf_counter())
     lab.signals.deferred = True
-    trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
-    lab.signals.deferred = False
+    try:
+        trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
+    finally:
+        lab.signals.deferred = False
     if lab.signals.caught is not None:
         raise Interrupted(lab.signals.caught)
     clock.append(time.perf_counter())
@@ -412,7 +416,7 @@ def sort_runs(options: Options, key: dict[str, str | None], say: Callable[[str],
     usable, reused = {}, []
     for name, record in found.items():
         differs = stale_parts(record, key)
-        label = name[0] if name[1] is None else f"{name[0]} seed {name[1]}"
+        label = run_label(*name)
         fresh = (
             name in wanted
             and not options.reuse
@@ -480,7 +484,12 @@ def make_runs(
     with Signals() as signals, contextlib.closing(Progress(chats)) as progress:
         about = about_this_start(config, device, options.command)
         lab = Lab(config, options, data, device, key, about, progress, signals)
+        started = time.monotonic()
         for arm, seed in todo:
+            expected = expected_minutes(options, arm, made.values())
+            if options.hours is not None and time.monotonic() - started + 60 * expected > 3600 * options.hours:
+                progress.say(f"{run_label(arm, seed)}: not started, it would take about {expected:.1f} minutes")
+                continue
             if seed is not None and not options.reuse:
                 shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
             try:
@@ -492,6 +501,8 @@ def make_runs(
                 failed.append(report_failure(options, arm, seed, error))
                 progress.say(f"FAILED {failed[-1]}")
                 continue
+            finally:
+                free_memory()
             if seed is not None:
                 shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
             made[arm, seed] = records.read_record(record_path(options, arm, seed))  # as a later start will see it
@@ -499,12 +510,36 @@ def make_runs(
     return made, failed
 
 
+def expected_minutes(options: Options, arm: str, made: Iterable[dict[str, Any]]) -> float:
+    """About how long a run takes: as the last of its arm in this start, else as the benchmark of this folder says,
+    else as the longest so far; 0 where nothing is known."""
+    spent = {record["arm"]: record["seconds"]["total"] / 60 for record in made}
+    benchmark = estimated_minutes(options.out)
+    replays = arm in ARMS and ARMS[arm].rounds is None
+    known = benchmark.get("ada" if replays else arm, benchmark.get(BASELINE))
+    return spent.get(arm) or known or max(spent.values(), default=0.0)
+
+
+def free_memory() -> None:
+    """Let go of a finished run's model and caches: a trainer is full of cycles, and the next run needs the room."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_label(arm: str, seed: int | None) -> str:
+    return arm if seed is None else f"{arm} seed {seed}"
+
+
 def report_failure(options: Options, arm: str, seed: int | None, error: Exception) -> str:
     """A failed run in a line; the traceback of an unforeseen error goes to failures.log in the output folder."""
-    name = arm if seed is None else f"{arm} seed {seed}"
     if isinstance(error, NonFiniteError):
         return str(error)
-    line = f"{name}: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    line = f"{run_label(arm, seed)}: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     with contextlib.suppress(OSError), open(options.out / "failures.log", "a", encoding="utf-8") as log:
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n{''.join(traceback.format_exception(error))}\n")
         line += f" ({log.name} has the traceback)"
@@ -516,8 +551,7 @@ def one_line(record: dict[str, Any]) -> str:
     import report
 
     scores = [f"{e['name'].replace('_', ' ')} {report.score_text(e['chats'])}" for e in record["evaluations"]]
-    name = record["arm"] if record["seed"] is None else f"{record['arm']} seed {record['seed']}"
-    return f"{name}: {'; '.join(scores)}; {record['seconds']['total'] / 60:.1f} min"
+    return f"{run_label(record['arm'], record['seed'])}: {'; '.join(scores)}; {record['seconds']['total'] / 60:.1f} min"
 
 
 def quiet_libraries() -> None:
@@ -543,24 +577,20 @@ def plan(config: Config, options: Options) -> int:
     key = run_key(config, data.report["fingerprint"] if data else None)
     found, broken = read_runs(options, print)
     wanted: list[RunName] = [("untrained", None), *((arm, seed) for arm in options.arms for seed in options.seeds)]
-    minutes = estimated_minutes(options.out)
     total = 0.0
     for arm, seed in wanted:
         differs = stale_parts(found[arm, seed], key) if (arm, seed) in found else ["absent"]
         if options.reuse and not differs:
             what = "reused"
         else:
-            resumes = (
-                seed is not None and options.reuse and any(checkpoint_folder(options, arm, seed).glob("checkpoint-*"))
-            )
-            spent = minutes.get("ada" if ARMS.get(arm) and ARMS[arm].rounds is None else arm, minutes.get("grpo"))
-            total += spent or 0.0
-            what = ("goes on from its checkpoint" if resumes else "runs") + (
-                f", about {spent:.1f} min" if spent else ""
-            )
+            folder = options.out if seed is None else checkpoint_folder(options, arm, seed)
+            spent = expected_minutes(options, arm, found.values())
+            total += spent
+            what = "goes on from its checkpoint" if options.reuse and any(folder.glob("checkpoint-*")) else "runs"
+            what += f", about {spent:.1f} min" if spent else ""
             what += f" ({' and '.join(differs)} differ)" if differs and differs != ["absent"] else ""
-        print(f"{arm if seed is None else f'{arm} seed {seed}':<20} {what}")
-    if minutes:
+        print(f"{run_label(arm, seed):<20} {what}")
+    if total:
         print(f"in all about {total:.0f} min, ${total / 60 * options.price:.2f} at ${options.price:g} an hour")
     else:
         print(f"no estimate: python recipe.py --bench writes {options.out / 'benchmark.json'}, from which it is made")
@@ -579,6 +609,9 @@ def experiment(config: Config, options: Options) -> int:
     """Load, run what is missing, summarize, write results.json, print the table. Returns the exit code."""
     import report
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("started as one of several processes: a run takes one process and one GPU; start it plainly, "
+                        "or one start for each GPU with an --out and arms or seeds of its own")  # fmt: skip
     check_writable(options.out)
     state = records.git_state(Path(__file__).parent)  # now: the tree may change before the runs are done
     with records.only_one(options.out):
@@ -647,6 +680,7 @@ def parser() -> argparse.ArgumentParser:
     add("--reuse", "take finished runs from their records, and settings not given too", action="store_true")
     add("--out", "folder of runs/ and results.json (this folder; out/tiny with --tiny)", type=Path, metavar="DIR")
     add("--save-every", "steps between checkpoints, 0 for none (20)", type=int, metavar="N", default=20)
+    add("--hours", "start no run that would not be done in so many hours", type=float, metavar="H")
     add("--price", "dollars an hour of the card, for the cost table (4.0)", type=float, metavar="DOLLARS", default=4.0)
     add("--trust-remote-code", "let a downloaded model run code of its own", action="store_true")
     parts = dict.fromkeys(f.metadata["part"] for f in dataclasses.fields(Config))
@@ -692,6 +726,7 @@ def configure(words: argparse.Namespace) -> tuple[Config, Options]:
         seeds=tuple(dict.fromkeys(words.seeds)),
         reuse=reuse,
         save_every=words.save_every,
+        hours=getattr(words, "hours", None),
         price=words.price,
         trust_remote_code=hasattr(words, "trust_remote_code"),
         command=shlex.join(["python", "recipe.py", *sys.argv[1:]]),

@@ -215,3 +215,16 @@ def test_a_record_cut_short_is_named_and_made_again(flags: list[str], capsys: An
     assert recipe.main([*words, "--reuse"]) == 0
     shown = capsys.readouterr().out
     assert f"left aside: {record}: not a whole record" in shown and "raft seed 17: trained pair" in shown
+
+
+def test_no_run_is_started_that_would_not_be_done_in_time(flags: list[str], capsys: Any) -> None:
+    assert recipe.main([*flags, "--arm", "raft", "--seeds", "17", "--hours", "0.00002"]) == 0
+    out = Path(flags[flags.index("--out") + 1])
+    assert "raft seed 17: not started, it would take about" in capsys.readouterr().out
+    assert [path.name for path in (out / "runs").iterdir()] == ["untrained.json.xz"]
+    assert json.loads((out / "results.json").read_text())["header"]["partial"] == ["raft seed 17 is missing"]
+
+
+def test_several_processes_are_refused(flags: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "started as one of several processes" in trouble(flags, capsys)

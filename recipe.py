@@ -966,6 +966,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, records.RecordError, report.ResultsError) as error:
         print(f"recipe.py: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read along (head, less) has left; runs made so far are in runs/
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except runs.Interrupted as stop:
         print(f"{stop}: what is finished is safe; go on with the same command and --reuse", file=sys.stderr)
         return stop.exit_code

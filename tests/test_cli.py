@@ -228,3 +228,12 @@ def test_no_run_is_started_that_would_not_be_done_in_time(flags: list[str], caps
 def test_several_processes_are_refused(flags: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "started as one of several processes" in trouble(flags, capsys)
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    pipe = subprocess.Popen(
+        f"{sys.executable} -u recipe.py --selftest | head -1", shell=True, cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    out, err = pipe.communicate(timeout=60)
+    assert len(out.splitlines()) == 1 and "Traceback" not in err and "Broken" not in err

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -122,6 +123,7 @@ CODE = {
 }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1)
 def weights_digest(model: str) -> str | None:
     """What stands for a model folder's weights and tokenizer; None for an id on the hub."""
     folder = Path(model)

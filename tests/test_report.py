@@ -558,10 +558,23 @@ def test_readme_is_rewritten_between_its_markers(results: dict[str, Any], tmp_pa
 
 
 def test_the_readme_here_shows_the_results_here() -> None:
-    if not (ROOT / "README.md").exists() or not (ROOT / "results.json").exists():
-        pytest.skip("no README.md or no results.json yet")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert report.update_readme(text, report.load_results(ROOT / "results.json")) == text, "run: python report.py"
+    words = ["--readme", "README.md", "--results", "results.json", "--benchmark", "benchmark.json"]
+    here = [word if word.startswith("--") else str(ROOT / word) for word in words]
+    assert report.main([*here, "--check"]) == 0, "run: python report.py"
+
+
+def test_the_table_of_speed_shows_the_benchmark(results: dict[str, Any], tmp_path: Path) -> None:
+    about = {"device": "CARD", "date": "2026-01-02T03:04:05Z", "model": {"id": "M", "loaded_as": "bfloat16"},
+             "versions": {"torch": "2.11.0", "transformers": "5.17.0", "trl": "1.16.0"}}  # fmt: skip
+    rows = [{"work": "a decode step", "value": 1.9349, "unit": "ms", "tokens_per_s": 16557}]
+    (tmp_path / "results.json").write_bytes(report.to_json(results))
+    (tmp_path / "benchmark.json").write_text(json.dumps({"about": about, "rows": rows}))
+    (tmp_path / "README.md").write_text("<!-- results:speed -->\n<!-- /results:speed -->\n")
+    where = [w for n in ("readme", "results", "benchmark")
+             for w in (f"--{n}", str(tmp_path / {"readme": "README.md"}.get(n, f"{n}.json")))]  # fmt: skip
+    assert report.main(where) == 0
+    text = (tmp_path / "README.md").read_text()
+    assert "| a decode step | 1.93 ms | tokens per s 16,557 |" in text and "CARD, M, bfloat16, torch 2.11.0" in text
 
 
 @pytest.mark.parametrize("seeds", [1, 3, 5, 7])

@@ -232,7 +232,7 @@ def test_a_build_repeats_bit_for_bit(built: tiny.TinyPaths, tmp_path: Path) -> N
     assert digest(tiny.build_tiny(tmp_path / "again", settings=SMALL)) == digest(built)
     other = tiny.build_tiny(tmp_path / "other", settings=dataclasses.replace(SMALL, seed=1))
     assert digest(other)["model/model.safetensors"] != digest(built)["model/model.safetensors"]
-    assert digest(other)["data/train.jsonl"] != digest(built)["data/train.jsonl"]
+    assert digest(other)[f"{tiny.PROBLEMS}/train.jsonl"] != digest(built)[f"{tiny.PROBLEMS}/train.jsonl"]
 
 
 def test_the_second_call_does_no_work(built: tiny.TinyPaths, monkeypatch: pytest.MonkeyPatch) -> None:

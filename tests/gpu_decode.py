@@ -355,6 +355,7 @@ def time_large(fast: FastGenerate, vocab: int, weight_bytes: int) -> None:
         fast.release()
 
 
+@torch.inference_mode()
 def profile_step(fast: FastGenerate, rows: int) -> None:
     """Where a captured step spends its time: microseconds by kernel."""
     graph = fast.graphs[True, fast._bucket(rows)]

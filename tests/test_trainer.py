@@ -230,3 +230,32 @@ def by_words(chat: Any) -> recipe.GradedChat:
     """Right or wrong by the words alone, the same in every process."""
     right = [sum(map(ord, turn.text)) % 3 == 0 for turn in chat.turns[2:]]
     return recipe.GradedChat(chat, tuple(recipe.Grade("ok", "1", r) for r in right))
+
+
+def test_every_step_is_played_with_the_weights_of_that_step(make_trainer: Any) -> None:
+    """After an update large enough to change what is said, the trainer's chats are those that transformers'
+    `generate` samples from the model as it is now."""
+    from decode import HFGenerate
+
+    trainer = make_trainer("grpo", steps=1, warmup_steps=0, learning_rate=0.05)
+    trainer.train()
+    stale = [t.text for c in trainer.last_batch for t in c.graded.chat.turns]
+    now = [t.text for c in played(trainer, 0).kept for t in c.graded.chat.turns]
+    plain = HFGenerate(trainer.model, sorted(trainer.template.eos_ids), trainer.processing_class.pad_token_id)
+    trainer.generator = plain
+    assert [t.text for c in played(trainer, 0).kept for t in c.graded.chat.turns] == now != stale
+
+
+def test_a_chats_sampling_hangs_on_seed_and_step(make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    play = recipe.play_chats
+
+    def spy(plans: Any, *rest: Any) -> Any:
+        seen.extend(plan.seed for plan in plans)
+        return play(plans, *rest)
+
+    monkeypatch.setattr(recipe, "play_chats", spy)
+    make_trainer("grpo", seed=23).train()
+    half = len(seen) // 2
+    assert {s[0] for s in seen} == {23} and {s[2] for s in seen[:half]} == {0} and {s[2] for s in seen[half:]} == {1}
+    assert len(set(seen)) == len(seen)

@@ -665,7 +665,11 @@ def check_writable(folder: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line: a few flags of what to run, then one for each field of Config."""
-    top = argparse.ArgumentParser(prog="recipe.py", description=QUESTION)
+    top = argparse.ArgumentParser(
+        prog="recipe.py",
+        description=QUESTION,
+        usage="recipe.py [--tiny] [--arm ARM] [--reuse] [--out DIR] [flags below]",
+    )
     what = top.add_argument_group("what to run")
 
     def add(name: str, sentence: str, **how: Any) -> None:

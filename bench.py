@@ -21,7 +21,7 @@ import recipe
 import records
 import runs
 from data import Data, load_data
-from recipe import ARMS, Arm, ChatTemplate, Config, Plan, Row, Stream, keep_balanced, play_chats
+from recipe import ARMS, Arm, Config, Plan, Row, Stream, keep_balanced, play_chats
 
 ENDLESS = -1  # an end-of-turn id that is never sampled
 MEMORY_BANDWIDTH = 4.3e12  # bytes/s, a device-to-device copy measured on an H200
@@ -38,22 +38,6 @@ WORST = {
 }
 
 
-class Memory:
-    """Peak memory of the device in GB since it was last asked; 0 on a CPU."""
-
-    def __init__(self, device: str):
-        self.device = device
-
-    def peak(self) -> float:
-        import torch
-
-        if self.device != "cuda":
-            return 0.0
-        peak = torch.cuda.max_memory_allocated() / 1e9
-        torch.cuda.reset_peak_memory_stats()
-        return round(peak, 2)
-
-
 def timed(device: str, action: Callable[[], Any], repeats: int = 1) -> float:
     """Median seconds of an action, the device's work included."""
     import torch
@@ -66,6 +50,12 @@ def timed(device: str, action: Callable[[], Any], repeats: int = 1) -> float:
             torch.cuda.synchronize()
         spans.append(time.perf_counter() - start)
     return statistics.median(spans)
+
+
+def never_end(trainer: Any) -> None:
+    """From now on every message runs to its cap."""
+    trainer.generator.eos_ids = [ENDLESS]
+    trainer.generator.release()  # what was captured knows the old ends
 
 
 @contextmanager
@@ -85,27 +75,33 @@ class Bench:
         self.config, self.options, self.data = config, options, data
         self.device = runs.pick_device(config)
         runs.quiet_libraries()
-        self.memory = Memory(self.device)
         self.model, self.tokenizer, self.template = runs.load_model(config, self.device, options.trust_remote_code)
-        self.endless = ChatTemplate(self.tokenizer, self.template.eos_ids)
         self.rows: list[dict[str, Any]] = []
 
     def trainer(self, arm: str, endless: bool, steps: int, model: Any = None) -> Any:
         """A trainer of `steps` steps, whose messages never end if `endless`."""
 
-        def generator(adapted: Any) -> Any:
-            import decode
-
-            ends = [ENDLESS] if endless else sorted(self.template.eos_ids)
-            return decode.make_generate(adapted, ends, self.tokenizer.pad_token_id, self.config.generator)[0]
-
         if model is None:
             model = runs.load_model(self.config, self.device, self.options.trust_remote_code)[0]
-        return recipe.make_trainer(
+        generator = runs.generator_for(self.config, self.template, self.tokenizer.pad_token_id, lambda _: None)
+        trainer = recipe.make_trainer(
             arm, 17, dataclasses.replace(self.config, steps=steps), self.data.train, model, self.tokenizer,
             self.template, folder=self.options.out / "checkpoints" / "bench", save_every=0, identity="bench",
             make_generator=generator, on_step=lambda _: None,
         )  # fmt: skip
+        if endless:
+            never_end(trainer)
+        return trainer
+
+    def peak_memory(self) -> float:
+        """Peak memory of the device in GB since this was last asked; 0 on a CPU."""
+        import torch
+
+        if self.device != "cuda":
+            return 0.0
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+        return round(peak, 2)
 
     def prompts(self, count: int) -> list[list[int]]:
         """First prompts, lengthened to what a copy has read halfway through a chat (about 600 tokens)."""
@@ -155,12 +151,10 @@ class Bench:
         self.note("a decode step, 32 chats, the published way", 1000 * theirs, "ms", ours_is_faster_by=ratio)
 
     def steps_of(self, arm: str) -> dict[str, float]:
-        """Seconds of a training step at the caps (the median of the last two of three) and its peak memory."""
-        import torch
-
+        """Seconds of a training step at the caps (the median of the last three of four) and its peak memory."""
         with arms_of_the_worst_case():
             trainer = self.trainer(arm, endless=True, steps=4)
-            self.memory.peak()
+            self.peak_memory()
             trainer.train()
         last = trainer.history[1:]
         phases = {
@@ -168,11 +162,10 @@ class Bench:
         }
         total = sum(phases.values())
         self.note(f"one {arm} step of {self.config.problems} problems at the caps", total, "s",
-                  play=round(phases["play"], 2), update=round(phases["update"], 2), peak_GB=self.memory.peak(),
+                  play=round(phases["play"], 2), update=round(phases["update"], 2), peak_GB=self.peak_memory(),
                   sampled_tokens=last[-1].sampled_tokens)  # fmt: skip
         del trainer
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
+        runs.free_memory()
         return {"total": total, **phases}
 
     def update(self, trainer: Any) -> None:
@@ -187,14 +180,14 @@ class Bench:
 
         trainer.generator.release()
         once()
-        self.memory.peak()
+        self.peak_memory()
         seconds = timed(self.device, once, 3)
         trainer.model.zero_grad()
         self.note(
             "update of 64 rows x 960 tokens",
             seconds,
             "s",
-            peak_GB=self.memory.peak(),
+            peak_GB=self.peak_memory(),
             token_budget=trainer.token_budget,
         )
 
@@ -208,10 +201,10 @@ class Bench:
             chats = play_chats(plans, trainer.generator, self.template, self.config)
             tokens[:] = [turn.tokens for chat in chats for turn in chat.turns]
 
-        self.memory.peak()
+        self.peak_memory()
         seconds = timed(self.device, once)
         self.note(
-            f"evaluation of {len(plans)} chats, {lengths}", seconds, "s", tokens=sum(tokens), peak_GB=self.memory.peak()
+            f"evaluation of {len(plans)} chats, {lengths}", seconds, "s", tokens=sum(tokens), peak_GB=self.peak_memory()
         )
         return seconds
 
@@ -248,13 +241,11 @@ def main(config: Config, options: runs.Options) -> int:
     trainer = bench.trainer("grpo", endless=False, steps=1, model=bench.model)
     trainer.train()
     first = trainer.history[0]
-    step = first.play_seconds + first.grade_seconds + first.update_seconds
-    start = since_start() - step
+    start = since_start() - first.seconds
     bench.note("start to first step, model on disk", start, "s")
-    bench.note("the first grpo step, the model's own lengths", step, "s", sampled_tokens=first.sampled_tokens)
+    bench.note("the first grpo step, the model's own lengths", first.seconds, "s", sampled_tokens=first.sampled_tokens)
     bench.evaluation(trainer, "the model's own lengths")
-    trainer.generator.eos_ids = [ENDLESS]
-    trainer.generator.release()
+    never_end(trainer)
     bench.decode_steps(trainer)
     bench.update(trainer)
     evaluation = bench.evaluation(trainer, "at the caps")

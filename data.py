@@ -103,7 +103,7 @@ def load_data(config: Config) -> Data:
                             f"wanted: lower {flag(name)} to {len(problems)} or less")  # fmt: skip
         random.Random(config.data_seed).shuffle(problems)
         chosen[split] = problems[:wanted]
-    texts = {split: [{"prompt": " ".join([*p.facts[0], *p.facts[1], p.question]), "row": p.id} for p in problems]
+    texts = {split: [{"prompt": p.text, "row": p.id} for p in problems]
              for split, problems in chosen.items()}  # fmt: skip
     with warnings.catch_warnings():  # it notes that rewordings are not looked for; the check in results.json says so
         warnings.simplefilter("ignore", UserWarning)

@@ -4,8 +4,9 @@
     ids = generate(prompts, streams=..., trained=..., uniforms=..., max_new_tokens=160, temperature=0.9)
     generate.refresh()                                           # after every update of the weights
 
-The uniforms are the only randomness: token t of row i is the inverse CDF of softmax(logits / temperature)
-at uniforms[i, t], so a message depends on its own prompt and uniforms, not on the batch it was drawn in.
+The call is recipe.Generate's. The uniforms are the only randomness: token t of row i is the inverse CDF of
+softmax(logits / temperature) at uniforms[i, t], so a message depends on its own prompt and uniforms, not on the
+batch it was drawn in.
 
 FastGenerate keeps keys and values in *slots*, one for each token stream, at positions 0, 1, ... without
 padding, so that the next turn of a stream computes its new tokens only. On CUDA a decode step is a captured
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,15 +36,6 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 ROPE_TYPES = ("default", "llama3")  # those whose frequencies do not depend on the length of the text
 BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256)  # captured batch sizes; beyond them multiples of 128
 SLOT, POS, CELL, TOKEN, DONE = range(5)  # lines of the decoding state, see Run
-
-
-class Generate(Protocol):
-    """What the chat calls: rows of token ids in, sampled token ids (with the end-of-turn id) out."""
-
-    def __call__(
-        self, prompts: list[list[int]], *, streams: list[int], trained: list[bool], uniforms: np.ndarray,
-        max_new_tokens: int, temperature: float,
-    ) -> list[list[int]]: ...
 
 
 @dataclass

@@ -27,7 +27,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -107,11 +107,11 @@ class Config:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            least = 0 if f.name in ("data_seed", "warmup_steps", "temperature", "threads") else None
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if value < 0 or (least is None and value == 0):
-                raise UserError(f"{flag(f.name)} {value}: must be {'at least 0' if least == 0 else 'above 0'}")
+            may_be_zero = f.name in ("data_seed", "warmup_steps", "temperature", "threads")
+            if value < 0 or (value == 0 and not may_be_zero):
+                raise UserError(f"{flag(f.name)} {value}: must be {'at least 0' if may_be_zero else 'above 0'}")
         if self.group % 2:
             raise UserError(f"--group {self.group} does not fit: mixed and ada take halves, so it must be even")
         if self.problems > self.train_problems:
@@ -183,6 +183,11 @@ class Problem:
     @property
     def row(self) -> int:
         return int(self.id.rsplit("-", 1)[1])
+
+    @property
+    def text(self) -> str:
+        """The whole problem, A's facts, B's and the question."""
+        return " ".join([*self.facts[0], *self.facts[1], self.question])
 
 
 # ---------------------------------------------------------------------------------------------- chat
@@ -379,10 +384,10 @@ def chat_json(graded: GradedChat) -> dict[str, Any]:
             "grades": [dataclasses.asdict(g) for g in graded.grades]}  # fmt: skip
 
 
-def chat_from_json(content: dict[str, Any], problems: dict[str, Problem], again: bool = False) -> GradedChat:
-    """A chat from a record, with its grades as they were given, or graded `again` by today's reader."""
+def chat_from_json(content: dict[str, Any], problems: Mapping[str, Problem]) -> GradedChat:
+    """A chat from a record, with its grades as they were given."""
     chat = Chat(problems[content["problem"]], tuple(Turn(**turn) for turn in content["turns"]))
-    return grade_chat(chat) if again else GradedChat(chat, tuple(Grade(**g) for g in content["grades"]))
+    return GradedChat(chat, tuple(Grade(**g) for g in content["grades"]))
 
 
 @lru_cache(maxsize=4096)
@@ -614,6 +619,10 @@ class StepMetrics:
     play_seconds: float
     grade_seconds: float
     update_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.play_seconds + self.grade_seconds + self.update_seconds
 
 
 def credit(

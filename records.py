@@ -78,6 +78,16 @@ def read_record(path: Path) -> dict[str, Any]:
     return body
 
 
+def run_label(arm: str, seed: int | None) -> str:
+    """What a run is called: its arm, and its seed where it has one (the untrained pair has none)."""
+    return arm if seed is None else f"{arm} seed {seed}"
+
+
+def record_name(arm: str, seed: int | None) -> str:
+    """The file name of a run's record."""
+    return f"{arm}.json.xz" if seed is None else f"{arm}-s{seed}.json.xz"
+
+
 def set_aside(path: Path) -> Path:
     """Move a record that is not to be used into `old/` beside it, never over another one. Returns where to."""
     folder = path.parent / "old"

@@ -28,25 +28,24 @@ from pathlib import Path
 from typing import Any
 
 from facts import numbers_in
-from grading import Grade
 from recipe import (
     ARMS,
     BASELINE,
     PAPER,
     QUESTION,
     SPEAKERS,
-    Chat,
     GradedChat,
     Problem,
     StepMetrics,
     Talk,
-    Turn,
+    chat_from_json,
     grade_chat,
     private_numbers,
+    problems_from_json,
     talk_measures,
 )
-from records import write_whole
-from words import answer, climb, learned, partial_words
+from records import record_name, run_label, write_whole
+from words import answer, climb, learned, mean_of, partial_words
 
 FORMAT = 1
 MAX_BYTES = 60_000
@@ -130,16 +129,14 @@ def check_finite(value: Any, where: str) -> None:
 
 def read_run(record: Json, arm: str, seed: int | None) -> Run:
     """A record as typed, freshly graded chats. Raises ResultsError naming record and field."""
-    name = arm if seed is None else f"{arm} seed {seed}"
-    file = f"runs/{arm}.json.xz" if seed is None else f"runs/{arm}-s{seed}.json.xz"
+    name, file = run_label(arm, seed), f"runs/{record_name(arm, seed)}"
     check_finite(record, file)
     field = "arm"
     try:
         if (record["arm"], record["seed"]) != (arm, seed):
             raise ValueError(f"holds {record['arm']!r}, seed {record['seed']!r}")
         field = "problems"
-        problems = {key: Problem(key, p["question"], (tuple(p["facts"][0]), tuple(p["facts"][1])), p["gold"])
-                    for key, p in record["problems"].items()}  # fmt: skip
+        problems = problems_from_json(record["problems"])
         stored: list[bool] = []
         sittings: dict[str, list[tuple[GradedChat, ...]]] = {}
         for number, sitting in enumerate(record["evaluations"]):
@@ -172,16 +169,13 @@ def _chats(rows: Sequence[Json], problems: Mapping[str, Problem], stored: list[b
     """Chats read and graded again; their stored verdicts are appended to `stored`."""
     chats = []
     for row in rows:
-        turns = tuple(Turn(**turn) for turn in row["turns"])
+        old = chat_from_json(row, problems)
+        turns = old.chat.turns
         if "".join(turn.speaker for turn in turns) != SPEAKERS or not all(isinstance(turn.text, str) for turn in turns):
             raise ValueError(f"problem {row['problem']}: not four messages in turn")
-        stored += [Grade(**old).correct for old in row["grades"]]
-        chats.append(grade_chat(Chat(problems[row["problem"]], turns)))
+        stored += [grade.correct for grade in old.grades]
+        chats.append(grade_chat(old.chat))
     return tuple(chats)
-
-
-def problem_text(problem: Problem) -> str:
-    return " ".join([*problem.facts[0], *problem.facts[1], problem.question])
 
 
 def by_problem(chats: Iterable[GradedChat]) -> dict[str, list[GradedChat]]:
@@ -197,7 +191,7 @@ def answer_rows(chats: Iterable[GradedChat]) -> list[Json]:
 
     groups = by_problem(chats)
     return list(wai.rows(
-        [problem_text(group[0].chat.problem) for group in groups.values()],
+        [group[0].chat.problem.text for group in groups.values()],
         [[turn.text for chat in group for turn in chat.chat.turns[2:]] for group in groups.values()],
         [[float(g.correct) for chat in group for g in chat.grades] for group in groups.values()],
         task_ids=list(groups),
@@ -711,7 +705,7 @@ def _origin_checks(every: Sequence[Run], results: Json) -> list[tuple[str, str, 
 
 def _length_words(arm: Json, untrained: Json | None) -> str:
     def change(name: str, digits: int) -> str:
-        before, after = (average(row["talk"][name]) if row else None for row in (untrained, arm))
+        before, after = (mean_of(row["talk"][name]) if row else None for row in (untrained, arm))
         return f"{num(before, digits)} to {num(after, digits)}"
 
     return (f"message {change('message_tokens', 0)} tokens, answer {change('answer_tokens', 0)}; "
@@ -728,7 +722,7 @@ def hack_words(runs: Sequence[Run]) -> tuple[str, bool | None]:
         groups = by_problem(run.last_batch).values()
         # the scan groups by prompt, so the prompt must tell problems apart; the question alone may not
         rows = wai.rows(
-            [problem_text(group[0].chat.problem) for group in groups],
+            [group[0].chat.problem.text for group in groups],
             [["\n".join(turn.text for turn in chat.chat.turns if turn.trained) for chat in group] for group in groups],
             [[chat.reward for chat in group] for group in groups],
             markers=[[_marks(chat) for chat in group] for group in groups],
@@ -757,7 +751,7 @@ def _mixed(every: Sequence[Run], part: str) -> str:
 
 
 def _budget_words(results: Json) -> str:
-    drawn = {key: average(arm["training"]["drawn"]) for key, arm in results["arms"].items() if arm["training"]}
+    drawn = {key: mean_of(arm["training"]["drawn"]) for key, arm in results["arms"].items() if arm["training"]}
     base = drawn.get(BASELINE)
     ratios = {arm: f" ({count / base:.2f} x {BASELINE})" for arm, count in drawn.items() if base and arm != BASELINE}
     parts = [f"{arm} {num(count, 0)}{ratios.get(arm, '')}" for arm, count in drawn.items()]
@@ -858,11 +852,6 @@ def num(value: float | None, digits: int = 2, sign: bool = False) -> str:
     return f"{round(value, digits) + 0.0:{'+' if sign else ''},.{digits}f}"
 
 
-def average(values: Sequence[float | None] | None) -> float | None:
-    known = [value for value in values or [] if value is not None]
-    return mean(known) if known else None
-
-
 def plus_minus(row: Json | None) -> str:
     return f"{num(row['mean']['value'], 3)}±{num(row['mean']['half'], 3)}" if row else DASH
 
@@ -886,8 +875,8 @@ def _table_rows(results: Json) -> list[list[str]]:
         verdict = "baseline" if arm == BASELINE else DASH
         if delta:
             verdict = delta["compare"]["word"] + "*" * bool(delta["flag"])
-        means = [num(average(row["talk"][name])) for name in ("sends_own", "uses_partners")]
-        minutes = num(average(row["minutes"]), 1)
+        means = [num(mean_of(row["talk"][name])) for name in ("sends_own", "uses_partners")]
+        minutes = num(mean_of(row["minutes"]), 1)
         rows.append([arm, plus_minus(row), seeds, plus_minus(arms.get(arm + OTHER)), *means, minutes, verdict])
     return rows
 

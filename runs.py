@@ -1,5 +1,5 @@
-"""What surrounds the recipe: data and model from disk or hub, which runs are still good, making the missing ones,
-the command line. What a run *is* stands in recipe.py; how its files are written, in records.py."""
+"""What surrounds the recipe: the model from disk or hub, which runs are still good, making the missing
+ones, the command line. What a run *is* stands in recipe.py; how its files are written, in records.py."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ from recipe import (
     make_trainer,
     problems_json,
 )
+from records import record_name, run_label
 
 RunName = tuple[str, int | None]  # arm and seed; ("untrained", None) is the evaluation of the base
 
@@ -60,6 +61,11 @@ class Options:
     price: float  # dollars an hour of the card, for the cost table
     trust_remote_code: bool
     command: str
+
+    @property
+    def wanted(self) -> list[RunName]:
+        """Every run of the table that is asked for, the untrained pair first."""
+        return [("untrained", None), *((arm, seed) for arm in self.arms for seed in self.seeds)]
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ def weights_digest(model: str) -> str | None:
 def run_key(config: Config, fingerprint: str | None) -> dict[str, str | None]:
     """What determines a run, by part; None for a part that cannot be told on this machine (a model or data set
     that is not here), which is then taken from the records on trust. Arm and seed are in the record's name,
-    the arm's definition in `arms`."""
+    the arm's definition in `arm`, which make_record adds."""
     known = weights_digest(config.model)
     if known is None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.model):
         known = f"{config.model}@{config.revision}"  # an id on the hub; else a folder that is not on this machine
@@ -172,7 +178,7 @@ def checkpoint_folder(options: Options, arm: str, seed: int) -> Path:
 
 
 def record_path(options: Options, arm: str, seed: int | None) -> Path:
-    return options.out / "runs" / (f"{arm}.json.xz" if seed is None else f"{arm}-s{seed}.json.xz")
+    return options.out / "runs" / record_name(arm, seed)
 
 
 def make_record(
@@ -209,10 +215,9 @@ def load_model(config: Config, device: str, trust_remote_code: bool) -> tuple[An
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"trust_remote_code": trust_remote_code, "revision": config.revision}
-    dtype = torch.bfloat16 if device == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model, padding_side="left", **where)
-        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, **where)
+        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=weights_dtype(device), **where)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UserError(f"--model {config.model} could not be loaded as a causal language model "
                         f"({type(error).__name__}: {str(error).strip().splitlines()[0]})") from None  # fmt: skip
@@ -336,7 +341,7 @@ def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
     spent = 0.0
     if found:
         trainer.restore(found[1])
-        spent = sum(m.play_seconds + m.grade_seconds + m.update_seconds for m in trainer.history)
+        spent = sum(m.seconds for m in trainer.history)
         lab.progress.advance(config.problems * config.group * len(trainer.history), name)
         lab.progress.say(f"{name}: going on after step {len(trainer.history)}")
     clock.append(time.perf_counter())
@@ -411,10 +416,7 @@ def sort_runs(options: Options, key: dict[str, str | None], say: Callable[[str],
     anew and their old records kept in runs/old. The untrained pair is made again only where it is stale or
     every arm of the table is wanted."""
     found, _ = read_runs(options, say)
-    wanted: list[RunName] = [
-        ("untrained", None),
-        *((arm, seed) for arm in options.arms for seed in options.seeds),
-    ]
+    wanted = options.wanted
     usable, reused = {}, []
     for name, record in found.items():
         differs = stale_parts(record, key)
@@ -445,25 +447,32 @@ def pick_device(config: Config) -> str:
     if config.threads:
         torch.set_num_threads(config.threads)
     if config.device == "cpu" or torch.cuda.is_available():
-        if config.device != "cpu" and not torch.cuda.is_bf16_supported():
+        device = "cpu" if config.device == "cpu" else "cuda"
+        if device == "cuda" and weights_dtype(device) == "float32":
             print("this GPU has no bfloat16: running in float32", file=sys.stderr)
-        return "cpu" if config.device == "cpu" else "cuda"
+        return device
     raise UserError(
         "no GPU here: use --tiny for the whole experiment in small, or --device cpu if you can wait for days"
     )
+
+
+def weights_dtype(device: str) -> str:
+    """How the base's weights are held: bfloat16 on a card that has it, else float32."""
+    import torch
+
+    return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported() else "float32"
 
 
 def about_this_start(config: Config, device: str, command: str) -> dict[str, Any]:
     """Where a record comes from: model, device, versions, commit, command, date."""
     import torch
 
-    half = device == "cuda" and torch.cuda.is_bf16_supported()
     return {
         "model": {
             "id": config.model_name or config.model,
             "revision": config.revision,
             "weights": weights_digest(config.model),
-            "loaded_as": "bfloat16" if half else "float32",
+            "loaded_as": weights_dtype(device),
         },
         "device": torch.cuda.get_device_name(0) if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "versions": records.versions(),
@@ -474,11 +483,10 @@ def about_this_start(config: Config, device: str, command: str) -> dict[str, Any
 
 
 def make_runs(
-    todo: Sequence[RunName], config: Config, options: Options, data: Data, key: dict[str, str | None]
+    todo: Sequence[RunName], config: Config, options: Options, data: Data, key: dict[str, str | None], device: str
 ) -> tuple[dict, list[str]]:
     """Make the runs that are missing, each record written the moment it is whole. A run that fails is reported
     and the others go on. Returns the records and the failures."""
-    device = pick_device(config)
     quiet_libraries()
     evals, step = config.eval_chats * len(data.heldout), config.problems * config.group
     chats = sum(config.base_evals * evals if seed is None else config.steps * step + 2 * evals for _, seed in todo)
@@ -533,10 +541,6 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def run_label(arm: str, seed: int | None) -> str:
-    return arm if seed is None else f"{arm} seed {seed}"
-
-
 def report_failure(options: Options, arm: str, seed: int | None, error: Exception) -> str:
     """A failed run in a line; the traceback of an unforeseen error goes to failures.log in the output folder."""
     if isinstance(error, NonFiniteError):
@@ -578,17 +582,16 @@ def plan(config: Config, options: Options) -> int:
     data = load_data(config) if here else None
     key = run_key(config, data.report["fingerprint"] if data else None)
     found, broken = read_runs(options, print)
-    wanted: list[RunName] = [("untrained", None), *((arm, seed) for arm in options.arms for seed in options.seeds)]
     total = 0.0
-    for arm, seed in wanted:
+    for arm, seed in options.wanted:
         differs = stale_parts(found[arm, seed], key) if (arm, seed) in found else ["absent"]
         if options.reuse and not differs:
             what = "reused"
         else:
-            folder = options.out if seed is None else checkpoint_folder(options, arm, seed)
+            started = seed is not None and any(checkpoint_folder(options, arm, seed).glob("checkpoint-*"))
             spent = expected_minutes(options, arm, found.values())
             total += spent
-            what = "goes on from its checkpoint" if options.reuse and any(folder.glob("checkpoint-*")) else "runs"
+            what = "goes on from its checkpoint" if options.reuse and started else "runs"
             what += f", about {spent:.1f} min" if spent else ""
             what += f" ({' and '.join(differs)} differ)" if differs and differs != ["absent"] else ""
         print(f"{run_label(arm, seed):<20} {what}")
@@ -617,8 +620,7 @@ def experiment(config: Config, options: Options) -> int:
     check_writable(options.out)
     state = records.git_state(Path(__file__).parent)  # now: the tree may change before the runs are done
     with records.only_one(options.out):
-        if not options.reuse:
-            pick_device(config)  # before anything is loaded
+        device = None if options.reuse else pick_device(config)  # before anything is loaded
         data = load_data(config) if Path(config.data).exists() or not options.reuse else None
         key = run_key(config, data.report["fingerprint"] if data else None)
         usable, todo, reused = sort_runs(options, key, print)
@@ -626,9 +628,9 @@ def experiment(config: Config, options: Options) -> int:
             print(f"reused: {', '.join(reused)}")
         failed: list[str] = []
         if todo:
-            pick_device(config)
+            device = device or pick_device(config)
             data = data or load_data(config)
-            made, failed = make_runs(todo, config, options, data, {**key, "data": data.report["fingerprint"]})
+            made, failed = make_runs(todo, config, options, data, {**key, "data": data.report["fingerprint"]}, device)
             usable |= made
         if not usable:
             print("nothing was finished: no results.json", file=sys.stderr)

@@ -169,7 +169,7 @@ def test_a_chat_goes_through_json_and_back_and_can_be_graded_again() -> None:
     forged = chat_json(graded)
     forged["grades"][0]["correct"] = False
     assert chat_from_json(forged, problems).reward == 0
-    assert chat_from_json(forged, problems, again=True).reward == 0.5
+    assert grade_chat(chat_from_json(forged, problems).chat).reward == 0.5
 
 
 def test_drawing_ahead_gives_the_chats_that_drawing_in_turn_gives() -> None:

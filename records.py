@@ -115,6 +115,8 @@ def only_one(folder: Path) -> Iterator[None]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
+        for stray in [*folder.rglob(".*.tmp"), *folder.glob(".probe.*")]:  # of starts that were killed while writing
+            stray.unlink(missing_ok=True)
         yield
 
 

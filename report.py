@@ -10,6 +10,7 @@ Sections: published numbers, reading records, statistics, summary, checks, resul
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import math
@@ -395,6 +396,8 @@ _tasks: Sequence[Callable[[], Any]] = ()  # in a forked worker: what it may be a
 def _hold(tasks: Sequence[Callable[[], Any]]) -> None:
     global _tasks
     _tasks = tasks
+    # a killed parent takes its workers along: they hold its lock on the output folder (1 is PR_SET_PDEATHSIG)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
 
 

@@ -139,3 +139,11 @@ def test_code_digest_sees_what_code_does_and_not_how_it_is_told(tmp_path: Path) 
 def test_versions_name_python_and_every_package() -> None:
     found = records.versions()
     assert set(found) == {"python", *records.PACKAGES} and "missing" not in found.values()
+
+
+def test_what_a_killed_writer_left_is_cleared_away(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for stray in (tmp_path / "runs" / ".a.json.xz.123.tmp", tmp_path / ".probe.123"):
+        stray.touch()
+    with records.only_one(tmp_path):
+        assert sorted(p.name for p in tmp_path.rglob("*")) == [".lock", "runs"]

@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fuse
 import recipe
 import records
+import report
 import runs
 from data import Data, load_data
 from recipe import ARMS, Arm, Config, Plan, Row, Stream, keep_balanced, play_chats
@@ -73,10 +75,12 @@ class Bench:
 
     def __init__(self, config: Config, options: runs.Options, data: Data):
         self.config, self.options, self.data = config, options, data
+        read = since_start()
         self.device = runs.pick_device(config)
         runs.quiet_libraries()
         self.model, self.tokenizer, self.template = runs.load_model(config, self.device, options.trust_remote_code)
         self.rows: list[dict[str, Any]] = []
+        self.start = {"data": round(read, 1), "model": round(since_start() - read, 1)}
 
     def trainer(self, arm: str, endless: bool, steps: int, model: Any = None) -> Any:
         """A trainer of `steps` steps, whose messages never end if `endless`."""
@@ -120,6 +124,26 @@ class Bench:
         call(few)
         return (timed(self.device, lambda: call(many)) - timed(self.device, lambda: call(few))) / (many - few)
 
+    def same_score(self, trainer: Any) -> None:
+        """The untrained pair's score on the same chats through the generator at hand and through transformers'."""
+        import decode
+
+        plans = [Plan(p, (0, 8, p.row, chat), (False, False)) for p in self.data.heldout[:150] for chat in (0, 1)]
+        plain = decode.HFGenerate(trainer.model, sorted(self.template.eos_ids), self.tokenizer.pad_token_id)
+        fuse.unfuse(trainer.model)
+        words = []
+        for name, generate in (("as in a run", trainer.generator), ("through transformers' generate", plain)):
+            start = time.perf_counter()
+            graded = [recipe.grade_chat(c) for c in play_chats(plans, generate, self.template, self.config)]
+            words.append([turn.text for g in graded for turn in g.chat.turns])
+            score = statistics.mean(g.reward for g in graded)
+            self.note(f"untrained score of {len(plans)} chats, {name}", score, "",
+                      with_interval=report.score_text([recipe.chat_json(g) for g in graded]),
+                      seconds=round(time.perf_counter() - start, 1))  # fmt: skip
+        fuse.fuse(trainer.model)
+        same = statistics.mean(a == b for a, b in zip(*words, strict=True))
+        self.note("messages that are the same in both, word for word", same, "")
+
     def decode_steps(self, trainer: Any) -> None:
         """ms a decode step by number of chats, and the published way at 32 on the same prompts."""
         import numpy as np
@@ -145,7 +169,9 @@ class Bench:
             with torch.no_grad():
                 trainer._generate_single_turn(prompts, None, {}, num_generations=1)
 
+        fuse.unfuse(trainer.model)
         theirs = self.step_seconds(published, 8, 40)
+        fuse.fuse(trainer.model)
         trainer.generation_config.min_new_tokens = None
         ratio = round(theirs / ours[32], 1)
         self.note("a decode step, 32 chats, the published way", 1000 * theirs, "ms", ours_is_faster_by=ratio)
@@ -236,15 +262,19 @@ def since_start() -> float:
 def main(config: Config, options: runs.Options) -> int:
     """Measure, print row by row, and write benchmark.json."""
     bench = Bench(config, options, load_data(config))
+    begun = since_start()
     about = runs.about_this_start(config, bench.device, options.command)
     print(f"{about['device']}, {about['model']['id']}, torch {about['versions']['torch']}")
+    hashed = since_start()
     trainer = bench.trainer("grpo", endless=False, steps=1, model=bench.model)
     trainer.train()
     first = trainer.history[0]
     start = since_start() - first.seconds
-    bench.note("start to first step, model on disk", start, "s")
+    bench.note("start to first step, model on disk", start, "s", **bench.start, hash=round(hashed - begun, 1),
+               trainer=round(start - hashed, 1))  # fmt: skip
     bench.note("the first grpo step, the model's own lengths", first.seconds, "s", sampled_tokens=first.sampled_tokens)
     bench.evaluation(trainer, "the model's own lengths")
+    bench.same_score(trainer)
     never_end(trainer)
     bench.decode_steps(trainer)
     bench.update(trainer)

@@ -19,6 +19,7 @@ Shapes: N tokens or rows, H query heads, K key/value heads, G = H / K, D head si
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -306,12 +307,12 @@ class TorchOps:
         self.spec = spec
 
     def bind(self, cache: Tensor, angles: Tensor, scaling: float) -> None:
-        """Tables for a cache [layers, 2, slots, K, L, D] and the angles [L, D/2] of the rotation."""
-        heads, length, device = self.spec.kv_heads, cache.shape[4], cache.device
+        """Tables for a layer's cache [2, slots, K, L, D] and the angles [L, D/2] of the rotation."""
+        heads, length, device = self.spec.kv_heads, cache.shape[3], cache.device
         cos, sin = angles.cos() * scaling, angles.sin() * scaling
         self.rope = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)  # [L, 2, D]
         head = torch.arange(2 * heads, device=device)  # keys of all heads, then values
-        self.lines = (head // heads * (cache.shape[2] * heads) + head % heads) * length
+        self.lines = (head // heads * (cache.shape[1] * heads) + head % heads) * length
         self.bias = torch.full((length, length), -torch.inf, dtype=cache.dtype, device=device).triu_(1)
 
     def prepare(self, at: Where) -> None:
@@ -671,6 +672,7 @@ class FastGenerate:
         with torch.inference_mode():
             joined = [make_layer(block, self._joined_parts) for block in blocks] if adapted else own
         self.weights = {False: own, True: joined}
+        self.cache: list[Tensor] = []  # a layer's keys and values, [2, slots + 1, K, length, D]
         self.length = 0  # positions a slot has, kept over release()
         self.addresses: list[int] = []
         self.release()
@@ -694,7 +696,7 @@ class FastGenerate:
     def release(self) -> None:
         """Free the cache, the graphs and the buffers; the next call makes them again."""
         self._drop_graphs()
-        self.cache = self.run = None
+        self.cache, self.run = [], None
         self.slots = 0
         self._forget()
         if self.device.type == "cuda":
@@ -715,7 +717,28 @@ class FastGenerate:
         max_new_tokens: int, temperature: float,
     ) -> list[list[int]]:
         u = checked_uniforms(prompts, streams, trained, uniforms, max_new_tokens)
-        began, out = time.perf_counter(), [[] for _ in prompts]
+        began = time.perf_counter()
+        while True:
+            try:
+                out = self._rows(prompts, streams, trained, u, temperature)
+                break
+            except torch.cuda.OutOfMemoryError:
+                held = sum(layer.nbytes for layer in self.cache) or self.cache_bytes
+                if self.prefill_tokens <= 512:
+                    raise
+            self.release()
+            self.cache_bytes, self.prefill_tokens = held / 2, self.prefill_tokens // 2
+            print(f"out of memory while playing: going on with {self.cache_bytes / 1e9:.1f} GB of keys and values",
+                  file=sys.stderr)
+        self.stats.tokens += sum(map(len, out))
+        self.stats.seconds += time.perf_counter() - began
+        return out
+
+    def _rows(
+        self, prompts: list[list[int]], streams: list[int], trained: list[bool], u: Tensor, temperature: float
+    ) -> list[list[int]]:
+        """Messages for rows of both weight sets, in as many batches as the cache asks for."""
+        out: list[list[int]] = [[] for _ in prompts]
         addresses = [p.data_ptr() for p in self.base.parameters()]
         if addresses != self.addresses:  # the graphs would read the old ones
             self._drop_graphs()
@@ -723,47 +746,51 @@ class FastGenerate:
         with torch.inference_mode():
             for flag in sorted(set(trained)):
                 rows = [i for i, t in enumerate(trained) if t == flag]
-                self._reserve(len(rows), max(len(prompts[i]) for i in rows) + max_new_tokens)
+                self._reserve(len(rows), max(len(prompts[i]) for i in rows) + u.shape[1])
                 for start in range(0, len(rows), self.slots):
                     chunk = rows[start : start + self.slots]
                     names = [streams[i] for i in chunk]
                     new = self._play(flag, [prompts[i] for i in chunk], names, u[chunk], temperature)
                     for i, ids in zip(chunk, new, strict=True):
                         out[i] = ids
-        self.stats.tokens += sum(map(len, out))
-        self.stats.seconds += time.perf_counter() - began
         return out
 
     # Memory.
 
     def _reserve(self, rows: int, longest: int) -> None:
         """A cache with two slots for each of the rows (a chat has two streams), if the budget allows."""
-        length = max(self.length, -(-longest // 128) * 128)
-        s = self.spec
+        length, s = max(self.length, -(-longest // 128) * 128), self.spec
         item = 2 * len(self.weights[True]) * s.kv_heads * length * s.head_dim * self.embedding.element_size()
-        held = 0 if self.cache is None else self.cache.nbytes
-        free = 0.9 * free_bytes(self.device)
-        slots = max(1, min(max(self.slots, 2 * rows), int(min(self.cache_bytes, free + held) // item) - 1))
-        if self.cache is not None and slots <= self.slots and length <= self.length:
+        held = sum(layer.nbytes for layer in self.cache)
+        room = min(self.cache_bytes, 0.9 * free_bytes(self.device) + held)
+        slots = max(1, min(max(self.slots, 2 * rows), int(room // item) - 1))
+        if self.cache and slots <= self.slots and length <= self.length:
             return
         self._drop_graphs()
-        if (slots + 1) * item > free:  # no room for the old cache beside the new one
-            self.cache = None
-            self._forget()
-        shape = (len(self.weights[True]), 2, slots + 1, s.kv_heads, length, s.head_dim)
         kept = {name: c for name, c in self.streams.items() if c.slot <= slots}
-        new = torch.zeros(shape, dtype=self.dtype, device=self.device)  # finite everywhere: 0 * NaN is NaN
-        if kept:
-            n = min(slots, self.slots) + 1
-            new[:, :, :n, :, : self.length] = self.cache[:, :, :n]
-        self.cache, self.slots, self.length = new, slots, length
+        self._grow(slots, length, keep=bool(kept))
+        self.slots, self.length = slots, length
         self._forget()
         self.streams, taken = kept, {c.slot for c in kept.values()}
         self.free = [slot for slot in self.free if slot not in taken]
         rotary = self.base.model.rotary_emb
         position = torch.arange(length, device=self.device, dtype=torch.float32)
         angles = position[:, None] * rotary.inv_freq.float().to(self.device)
-        self.ops.bind(new, angles, rotary.attention_scaling)
+        self.ops.bind(self.cache[0], angles, rotary.attention_scaling)
+
+    def _grow(self, slots: int, length: int, keep: bool) -> None:
+        """A cache of another size, layer by layer: old and new are never there in full at the same time."""
+        old = self.cache or [None] * len(self.weights[True])
+        n, self.cache = min(slots, self.slots) + 1, []
+        for i, layer in enumerate(old):
+            shape = 2, slots + 1, self.spec.kv_heads, length, self.spec.head_dim
+            if not keep:
+                old[i] = layer = None
+            new = torch.zeros(shape, dtype=self.dtype, device=self.device)  # finite everywhere: 0 * NaN is NaN
+            if layer is not None:
+                new[:, :n, :, : self.length] = layer[:, :n]
+            old[i] = None
+            self.cache.append(new)
 
     def _assign(
         self, flag: bool, prompts: list[list[int]], streams: list[int]
@@ -955,14 +982,14 @@ class FastGenerate:
 
 
 def make_generate(
-    model: nn.Module, eos_ids: Sequence[int], pad_id: int, kind: str = "auto"
+    model: nn.Module, eos_ids: Sequence[int], pad_id: int, kind: str = "auto", cache_gb: float | None = None
 ) -> tuple[FastGenerate | HFGenerate, str]:
     """The generator of `kind` auto, fast or generate, and a sentence for the log that says which and why."""
     if kind not in ("auto", "fast", "generate"):
         raise ValueError(f"kind {kind!r} is not auto, fast or generate")
     reason = "it was asked for" if kind == "generate" else supports(model)
     if kind == "fast" or reason is None:
-        fast = FastGenerate(model, eos_ids, pad_id)
+        fast = FastGenerate(model, eos_ids, pad_id, cache_gb=cache_gb)
         how = "Triton kernels in CUDA graphs" if fast.captured else "plain torch"
         return fast, f"Sampling with the fast generator ({how}): {type(fast.base).__name__} is supported."
     return HFGenerate(model, eos_ids, pad_id), f"Sampling with transformers' generate: {reason}."

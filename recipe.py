@@ -99,6 +99,7 @@ class Config:
     base_evals: int = option(3, "evaluation", "evaluations of the untrained pair (the noise floor)")
     token_budget: int = option(7680, "machine", "tokens of a micro-batch, padding included")
     checkpointing: bool = option(False, "machine", "recompute activations in the backward pass (less memory)")
+    cache_gb: float = option(0.0, "machine", "most memory for keys and values, GB; 0 for 50 on a GPU, 2 on a CPU")
     generator: str = option("auto", "machine", "auto, fast (decode.py) or generate (transformers)")
     device: str = option("auto", "machine", "auto, cuda or cpu")
     threads: int = option(0, "machine", "torch's CPU threads, 0 for its own choice; more than the idle cores is slow")
@@ -109,7 +110,7 @@ class Config:
             value = getattr(self, f.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            may_be_zero = f.name in ("data_seed", "warmup_steps", "temperature", "threads")
+            may_be_zero = f.name in ("data_seed", "warmup_steps", "temperature", "threads", "cache_gb")
             if value < 0 or (value == 0 and not may_be_zero):
                 raise UserError(f"{flag(f.name)} {value}: must be {'at least 0' if may_be_zero else 'above 0'}")
         if self.group % 2:
@@ -705,7 +706,10 @@ class ChatTraining:
         self, *, arm: str, problems: Sequence[Problem], template: ChatTemplate, config: Config, seed: int,
         identity: str, make_generator: Callable[[Any], Any], on_step: Callable[[StepMetrics], None], **kwargs: Any,
     ):  # fmt: skip
+        from fuse import fuse
+
         super().__init__(**kwargs)
+        fuse(self.model)
         self.arm_name, self.arm, self.problems, self.template = arm, ARMS[arm], problems, template
         self.config, self.seed, self.identity, self.on_step = config, seed, identity, on_step
         self.generator = make_generator(self.model)

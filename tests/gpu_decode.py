@@ -169,7 +169,7 @@ def check_small(device: torch.device) -> None:
         first = play(fast, prompts, steps=40, temperature=0.9, streams=list(range(100, 137)))
         fast.release()
         same(first, play(fast, prompts, steps=40, temperature=0.9))
-        twelve = 12 * fast.cache.nbytes / (fast.slots + 1) / 1e9
+        twelve = 12 * sum(layer.nbytes for layer in fast.cache) / (fast.slots + 1) / 1e9
         small = FastGenerate(model, [5, 9, 11], PAD, cache_gb=twelve)
         same(first, play(small, prompts, steps=40, temperature=0.9), allowed=1)
         note("  slots of the small cache", small.slots)
@@ -350,7 +350,7 @@ def time_large(fast: FastGenerate, vocab: int, weight_bytes: int) -> None:
             note(f"  {rows} rows, ms a step (bound by the weights {bound:.2f}, share {bound / warm['step_ms']:.2f})",
                  warm["step_ms"])
             note(f"  {rows} rows, peak memory GB, cache GB",
-                 [round(torch.cuda.max_memory_allocated() / 1e9, 1), round(fast.cache.nbytes / 1e9, 1)])
+                 [round(torch.cuda.max_memory_allocated() / 1e9, 1), round(sum(layer.nbytes for layer in fast.cache) / 1e9, 1)])
             profile_step(fast, rows)
         fast.release()
 

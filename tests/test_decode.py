@@ -145,8 +145,30 @@ def test_growth_keeps_what_is_cached() -> None:
     assert play(generate, prompts, steps=120) == [reference(model, p, 120) for p in prompts]
     assert generate.length > length and generate.stats.prefill_tokens - before == 4
     generate.release()
-    assert generate.cache is None
+    assert generate.cache == []
     assert play(generate, prompts, steps=9) == [reference(model, p, 9) for p in prompts]
+
+
+def test_out_of_memory_plays_on_with_less(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    model, prompts = make_model(), make_prompts(6)
+    generate = FastGenerate(model, NO_EOS, PAD)
+    want, whole, prefill, calls = play(generate, prompts, steps=6), generate.cache_bytes, generate._prefill, []
+
+    def crowded(flag: bool, rows: list[list[int]], *more: list[int]) -> torch.Tensor:
+        calls.append(len(rows))
+        if len(calls) == 1:
+            raise torch.cuda.OutOfMemoryError
+        return prefill(flag, rows, *more)
+
+    monkeypatch.setattr(generate, "_prefill", crowded)
+    monkeypatch.setattr(generate, "prefill_tokens", 1024)
+    held = sum(layer.nbytes for layer in generate.cache)
+    assert play(generate, prompts, steps=6) == want
+    assert generate.cache_bytes == held / 2 < whole and generate.prefill_tokens == 512
+    assert "out of memory while playing" in capsys.readouterr().err
+    with pytest.raises(torch.cuda.OutOfMemoryError):  # nothing is left to give up
+        monkeypatch.setattr(generate, "_prefill", lambda *_: exec("raise torch.cuda.OutOfMemoryError"))
+        play(generate, prompts, steps=6)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

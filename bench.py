@@ -20,7 +20,6 @@ from typing import Any
 import fuse
 import recipe
 import records
-import report
 import runs
 from data import Data, load_data
 from recipe import ARMS, Arm, Config, Plan, Row, Stream, keep_balanced, play_chats
@@ -123,26 +122,6 @@ class Bench:
         """Seconds a decode step takes: the difference of a long and a short call, over their steps."""
         call(few)
         return (timed(self.device, lambda: call(many)) - timed(self.device, lambda: call(few))) / (many - few)
-
-    def same_score(self, trainer: Any) -> None:
-        """The untrained pair's score on the same chats through the generator at hand and through transformers'."""
-        import decode
-
-        plans = [Plan(p, (0, 8, p.row, chat), (False, False)) for p in self.data.heldout[:150] for chat in (0, 1)]
-        plain = decode.HFGenerate(trainer.model, sorted(self.template.eos_ids), self.tokenizer.pad_token_id)
-        fuse.unfuse(trainer.model)
-        words = []
-        for name, generate in (("as in a run", trainer.generator), ("through transformers' generate", plain)):
-            start = time.perf_counter()
-            graded = [recipe.grade_chat(c) for c in play_chats(plans, generate, self.template, self.config)]
-            words.append([turn.text for g in graded for turn in g.chat.turns])
-            score = statistics.mean(g.reward for g in graded)
-            self.note(f"untrained score of {len(plans)} chats, {name}", score, "",
-                      with_interval=report.score_text([recipe.chat_json(g) for g in graded]),
-                      seconds=round(time.perf_counter() - start, 1))  # fmt: skip
-        fuse.fuse(trainer.model)
-        same = statistics.mean(a == b for a, b in zip(*words, strict=True))
-        self.note("messages that are the same in both, word for word", same, "")
 
     def decode_steps(self, trainer: Any) -> None:
         """ms a decode step by number of chats, and the published way at 32 on the same prompts."""
@@ -274,7 +253,6 @@ def main(config: Config, options: runs.Options) -> int:
                trainer=round(start - hashed, 1))  # fmt: skip
     bench.note("the first grpo step, the model's own lengths", first.seconds, "s", sampled_tokens=first.sampled_tokens)
     bench.evaluation(trainer, "the model's own lengths")
-    bench.same_score(trainer)
     never_end(trainer)
     bench.decode_steps(trainer)
     bench.update(trainer)

@@ -1,8 +1,10 @@
 """The fast generator on a GPU: is it right, and how fast is it?
 
-    python tests/gpu_decode.py [MODEL_DIR] [--out result.json]
+    python tests/gpu_decode.py [MODEL_DIR] [--data DIR] [--out result.json]
 
-Without a directory: random weights in the shape of Qwen2.5-1.5B. Every line says ok, FAIL or a number; a failure
+Without a directory: random weights in the shape of Qwen2.5-1.5B. With one, and with --data, 300 chats of the
+untrained pair are played through the fast generator and through transformers' `generate`: the scores must agree
+within their intervals. Every line says ok, FAIL or a number; a failure
 does not stop what follows. `--quick` leaves the large model out; on a CPU the small checks run without kernels.
 """
 
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from decode import FastGenerate, HFGenerate, Run, Spec, TorchOps, TritonOps, Where, pick
+from decode import FastGenerate, HFGenerate, Run, Spec, TorchOps, TritonOps, Where, make_generate, pick
 
 VOCAB, PAD, NO_EOS = 61, 0, [10_000]
 BANDWIDTH = 4.3e12  # bytes a second that an H200 reads
@@ -350,7 +352,8 @@ def time_large(fast: FastGenerate, vocab: int, weight_bytes: int) -> None:
             note(f"  {rows} rows, ms a step (bound by the weights {bound:.2f}, share {bound / warm['step_ms']:.2f})",
                  warm["step_ms"])
             note(f"  {rows} rows, peak memory GB, cache GB",
-                 [round(torch.cuda.max_memory_allocated() / 1e9, 1), round(sum(layer.nbytes for layer in fast.cache) / 1e9, 1)])
+                 [round(torch.cuda.max_memory_allocated() / 1e9, 1),
+                  round(sum(layer.nbytes for layer in fast.cache) / 1e9, 1)])
             profile_step(fast, rows)
         fast.release()
 
@@ -387,27 +390,68 @@ def time_theirs(model: nn.Module, vocab: int) -> None:
         note("    times ours", round(step / ours, 1))
 
 
+def check_score(directory: str, data: str) -> None:
+    """The untrained pair's score on the same chats, same uniforms, through both generators."""
+    import runs
+    from data import load_data
+    from recipe import Config, Plan, chat_json, grade_chat, play_chats
+    from report import score_text
+
+    config = Config(model=directory, data=data)
+    problems = load_data(config).heldout[:150]
+    model, tokenizer, template = runs.load_model(config, "cuda", False)
+    plans = [Plan(problem, (0, 8, problem.row, chat), (False, False)) for problem in problems for chat in (0, 1)]
+    messages, shares = [], []
+    for kind in ("fast", "generate"):
+        began = time.perf_counter()
+        generate = make_generate(model, sorted(template.eos_ids), tokenizer.pad_token_id, kind)[0]
+        graded = [grade_chat(chat) for chat in play_chats(plans, generate, template, config)]
+        messages.append([turn.text for g in graded for turn in g.chat.turns])
+        shares.append(np.array([g.reward for g in graded]).reshape(-1, 2).mean(1))  # by problem
+        note(f"  untrained score, {kind}", score_text([chat_json(g) for g in graded]))
+        note("    seconds", round(time.perf_counter() - began, 1))
+        del generate
+    same = np.mean([a == b for a, b in zip(*messages, strict=True)])
+    difference = shares[0] - shares[1]
+    half = 1.97 * difference.std(ddof=1) / len(difference) ** 0.5
+    note("  the same messages, word for word", round(float(same), 3))
+    note("  fast - generate, paired by problem", f"{difference.mean():+.3f} ± {half:.3f}")
+    assert abs(difference.mean()) <= half, "the scores differ by more than their interval"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
+    parser.add_argument("--data", help="folder with train.jsonl and test.jsonl: compare scores too")
     parser.add_argument("--out")
+    parser.add_argument("--score-only", action="store_true")
     parser.add_argument("--quick", action="store_true", help="the small checks only")
     args = parser.parse_args()
     began = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     note("torch", torch.__version__)
     note("device", torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
+    note("date", time.strftime("%Y-%m-%d"))
+    if args.model and args.data:
+        with check("the untrained score through both generators"):
+            check_score(args.model, args.data)
+    if args.score_only:
+        return finish(began, args.out)
     if device.type == "cuda":
         with check("operations at full size"), torch.inference_mode():
             check_operations(device)
     check_small(device)
     if device.type == "cuda" and not args.quick:
         large(args.model, device)
+    finish(began, args.out)
+
+
+def finish(began: float, out: str | None) -> None:
     note("seconds in all", round(time.perf_counter() - began, 1))
     failed = [k for k, v in RESULTS.items() if str(v).startswith("FAIL")]
     note("failed", failed)
-    if args.out:
-        Path(args.out).write_text(json.dumps(RESULTS, indent=1, default=str))
+    if out:
+        Path(out).write_text(json.dumps(RESULTS, indent=1, default=str) + "\n")
     sys.exit(bool(failed))
 
 

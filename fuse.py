@@ -96,9 +96,9 @@ def projection_of(module: nn.Module) -> Projection | None:
         return None
     name = active[0]
     base = module.base_layer
-    if name not in module.lora_A or name in module.lora_variant or module.lora_bias[name] or type(base) is not nn.Linear:
+    if name not in module.lora_A or name in module.lora_variant or module.lora_bias[name]:
         return None
-    if module.training and type(module.lora_dropout[name]) is not nn.Identity:
+    if type(base) is not nn.Linear or (module.training and type(module.lora_dropout[name]) is not nn.Identity):
         return None
     a, b = module.lora_A[name].weight, module.lora_B[name].weight
     return Projection(base.weight, base.bias, a, b, module.scaling[name])

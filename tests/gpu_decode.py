@@ -218,7 +218,7 @@ def check_operations(device: torch.device) -> None:
 
     for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
         for rows in (5, 300):
-            cache = random(1, 2, rows + 1, 2, 1024, 128).to(dtype)
+            cache = random(2, rows + 1, 2, 1024, 128).to(dtype)
             other = cache.float().clone()
             for ops, c in ((kernels, cache), (plain, other)):
                 ops.bind(c, torch.outer(torch.arange(1024.0), 0.5 ** torch.arange(64.0)).to(device), 1.0)
@@ -232,9 +232,9 @@ def check_operations(device: torch.device) -> None:
             layer = type("Norms", (), {"q_norm": random(128).to(dtype), "k_norm": random(128).to(dtype)})
             wide = type("Norms", (), {"q_norm": layer.q_norm.float(), "k_norm": layer.k_norm.float()})
             error = {}
-            a, b = kernels.rotate_store(qkv, layer, cache[0], at), plain.rotate_store(qkv.float(), wide, other[0], at)
+            a, b = kernels.rotate_store(qkv, layer, cache, at), plain.rotate_store(qkv.float(), wide, other, at)
             error["rotate"], error["store"] = a - b, cache.float() - other
-            error["attend"] = kernels.attend(a, cache[0], at) - plain.attend(a.float(), cache[0].float(), at)
+            error["attend"] = kernels.attend(a, cache, at) - plain.attend(a.float(), cache.float(), at)
             a, b = kernels.add_norm(x.clone(), delta, weight), plain.add_norm(x.float(), delta.float(), weight.float())
             error["add"], error["norm"] = a[0] - b[0], a[1] - b[1]
             error["silu"] = kernels.silu_mul(gate_up) - plain.silu_mul(gate_up.float())

@@ -80,12 +80,15 @@ def check_launch(environment: Mapping[str, str]) -> None:
                           f"{torchrun}, or unset WORLD_SIZE for one process")  # fmt: skip
 
 
-def take_gpu() -> None:
+def take_device(device: str) -> None:
     """Make this process's own card the current one. Raises LaunchError if there are fewer cards than processes."""
     if world() == 1:
         return
     import torch
 
+    if device == "cpu":  # accelerate would call it cpu:1, and a checkpoint cannot be loaded to a device of that name
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        return
     here, cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if here >= cards:
         raise LaunchError(f"{here + 1} or more processes, but {cards} GPUs here: start at most {cards}")
@@ -103,7 +106,8 @@ def with_the_others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise Left(f"another process of this start is gone ({str(error).strip().splitlines()[0]})") from None
+        first = str(error).strip().split(". ")[0]
+        raise Left(f"another process of this start is gone, so this one goes too ({first})") from None
 
 
 def gather(value: T) -> list[T]:

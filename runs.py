@@ -472,8 +472,7 @@ def pick_device(config: Config) -> str:
         torch.set_num_threads(config.threads)
     if config.device == "cpu" or torch.cuda.is_available():
         device = "cpu" if config.device == "cpu" else "cuda"
-        if device == "cuda":
-            ranks.take_gpu()
+        ranks.take_device(device)
         if device == "cuda" and weights_dtype(device) == "float32" and ranks.is_main():
             print("this GPU has no bfloat16: running in float32", file=sys.stderr)
         return device

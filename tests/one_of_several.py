@@ -67,15 +67,20 @@ def with_weights(make_record: Any) -> Any:
     return made
 
 
-def main() -> None:
-    recipe.grade_chat = by_words
-    ChatTraining._prepare_inputs = with_idle_steps(ChatTraining._prepare_inputs)
-    runs.make_record = with_weights(runs.make_record)
+def changes() -> list[tuple[Any, str, Any]]:
+    """What is other than in recipe.py: (of what, which attribute, its new value)."""
+    made = [
+        (recipe, "grade_chat", by_words),
+        (ChatTraining, "_prepare_inputs", with_idle_steps(ChatTraining._prepare_inputs)),
+        (runs, "make_record", with_weights(runs.make_record)),
+    ]
     if "TROUBLE" in os.environ:
         what, arm, step = os.environ["TROUBLE"].split(":")
-        ChatTraining._micro_loss = with_trouble(ChatTraining._micro_loss, what, arm, int(step))
-    ranks.leave(recipe.main(sys.argv[1:]))
+        made.append((ChatTraining, "_micro_loss", with_trouble(ChatTraining._micro_loss, what, arm, int(step))))
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    for change in changes():
+        setattr(*change)
+    ranks.leave(recipe.main(sys.argv[1:]))

@@ -14,7 +14,7 @@ from typing import Any
 import fake_runs
 import pytest
 import torch
-from one_of_several import ALL_IDLE, HALF_IDLE, by_words
+from one_of_several import ALL_IDLE, HALF_IDLE, by_words, changes
 from test_interruption import timeless
 
 import ranks
@@ -24,8 +24,7 @@ import runs
 import tiny
 
 ROOT = Path(__file__).parent.parent
-STEPS, PROBLEMS, HELDOUT = 4, 4, 9  # 9 chats' problems cannot be halved
-Place = tuple[Path, str]  # an output folder, and what the start that filled it printed
+STEPS, PROBLEMS, HELDOUT = 4, 4, 9  # held-out problems that cannot be halved
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +36,12 @@ def flags(stand_in: tiny.TinyPaths) -> list[str]:
     return [*(word for name, value in small.items() for word in (recipe.flag(name), str(value))), "--seeds", "17"]
 
 
-def start(out: Path, words: list[str], processes: int, trouble: str = "") -> tuple[int, str]:
-    """Exit code and output of a start of one_of_several.py with so many processes."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    out.mkdir(exist_ok=True)
-    environment = {**os.environ, "WEIGHTS": str(out), "OMP_NUM_THREADS": "1"} | (
-        {"TROUBLE": trouble} if trouble else {}
-    )
+def start(out: Path, words: list[str], trouble: str = "") -> tuple[int, str]:
+    """Two processes of one_of_several.py under torchrun: the exit code and what they printed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "WEIGHTS": str(out), "OMP_NUM_THREADS": "1"}
+    if trouble:
+        environment["TROUBLE"] = trouble
     done = subprocess.run([*launcher, "tests/one_of_several.py", *words, "--out", str(out)], cwd=ROOT, timeout=240,
                           env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     return done.returncode, done.stdout
@@ -53,18 +49,22 @@ def start(out: Path, words: list[str], processes: int, trouble: str = "") -> tup
 
 @pytest.fixture(scope="module")
 def one(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process leaves behind: this one."""
     out = tmp_path_factory.mktemp("one")
-    code, shown = start(out, [*flags, "--arm", "ada", "--arm", "mixed"], processes=1)
-    assert code == 0, shown
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEIGHTS", str(out))
+        for change in changes():
+            patch.setattr(*change)
+        assert recipe.main([*flags, "--arm", "ada", "--arm", "mixed", "--out", str(out)]) == 0
     return out
 
 
 @pytest.fixture(scope="module")
-def two(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Place:
+def two(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Before the others a run fails: the gradient of one process is not finite."""
     out = tmp_path_factory.mktemp("two")
     words = [*flags, "--arm", "grpo", "--arm", "ada", "--arm", "mixed"]
-    code, shown = start(out, words, processes=2, trouble="nan:grpo:1")
+    code, shown = start(out, words, trouble="nan:grpo:1")
     assert code == 1, shown
     return out, shown
 
@@ -73,13 +73,13 @@ def record(out: Path, name: str) -> dict[str, Any]:
     return timeless(out / "runs" / f"{name}.json.xz")
 
 
-def test_the_untrained_pairs_evaluation_is_that_of_one_process(one: Path, two: Place) -> None:
+def test_the_untrained_pairs_evaluation_is_that_of_one_process(one: Path, two: tuple[Path, str]) -> None:
     mine, theirs = record(one, "untrained"), record(two[0], "untrained")
     assert mine == theirs and len(mine["evaluations"][0]["chats"]) == 2 * HELDOUT
 
 
 @pytest.mark.parametrize("arm", ["ada", "mixed"])
-def test_the_same_problems_and_chats_are_drawn(arm: str, one: Path, two: Place) -> None:
+def test_the_same_problems_and_chats_are_drawn(arm: str, one: Path, two: tuple[Path, str]) -> None:
     """In the first step exactly: the weights are still the same. Later a rounding could in principle tip a token,
     so what follows is few steps long."""
     mine, theirs = record(one, f"{arm}-s17"), record(two[0], f"{arm}-s17")
@@ -93,7 +93,7 @@ def test_the_same_problems_and_chats_are_drawn(arm: str, one: Path, two: Place) 
 
 
 @pytest.mark.parametrize("arm", ["ada", "mixed"])
-def test_metrics_and_weights_are_equal_within_rounding(arm: str, one: Path, two: Place) -> None:
+def test_metrics_and_weights_are_equal_within_rounding(arm: str, one: Path, two: tuple[Path, str]) -> None:
     mine, theirs = record(one, f"{arm}-s17"), record(two[0], f"{arm}-s17")
     for step, other in zip(mine["steps"], theirs["steps"], strict=True):
         assert other == pytest.approx(step, rel=1e-4, abs=1e-6)
@@ -109,14 +109,16 @@ def test_metrics_and_weights_are_equal_within_rounding(arm: str, one: Path, two:
         torch.testing.assert_close(first[name], p, atol=2e-5, rtol=0)
 
 
-def test_a_process_without_a_live_row_adds_nothing_and_none_with_one_leaves_the_weights(one: Path, two: Place) -> None:
+def test_a_process_without_a_live_row_adds_nothing_and_none_with_one_leaves_the_weights(
+    one: Path, two: tuple[Path, str]
+) -> None:
     for out in (one, two[0]):
         steps = record(out, "mixed-s17")["steps"]
         assert [step["unchanged"] for step in steps] == [step == ALL_IDLE for step in range(STEPS)]
         assert steps[HALF_IDLE]["grad_norm"] > 1e-4 and steps[ALL_IDLE]["grad_norm"] == 0
 
 
-def test_a_gradient_that_is_not_finite_fails_the_run_on_all_and_the_next_go_on(two: Place) -> None:
+def test_a_gradient_that_is_not_finite_fails_the_run_on_all_and_the_next_go_on(two: tuple[Path, str]) -> None:
     out, shown = two
     assert shown.count("FAILED grpo, seed 17, step 1: loss") == 1 and "gradient norm nan" in shown
     assert sorted(p.name.split(".")[0] for p in (out / "runs").glob("*.xz")) == ["ada-s17", "mixed-s17", "untrained"]
@@ -125,11 +127,13 @@ def test_a_gradient_that_is_not_finite_fails_the_run_on_all_and_the_next_go_on(t
     assert about["processes"] == 2 and about["device"] == "cpu, 1 threads, 2 processes"
 
 
-def test_interrupted_and_taken_up_it_ends_as_if_it_never_was(flags: list[str], two: Place, tmp_path: Path) -> None:
+def test_interrupted_and_taken_up_it_ends_as_if_it_never_was(
+    flags: list[str], two: tuple[Path, str], tmp_path: Path
+) -> None:
     """One process catches SIGTERM, and both stop after that step. After the run that goes on, another breaks in one
     process: nobody waits for it, and what is finished stays."""
     words = [*flags, "--arm", "ada"]
-    code, shown = start(tmp_path, [*words, "--save-every", "0"], processes=2, trouble="term:ada:1")
+    code, shown = start(tmp_path, [*words, "--save-every", "0"], trouble="term:ada:1")
     assert code == 1 and shown.count("go on with the same command and --reuse") == 1, shown
     assert shown.count("exitcode  : 143") >= 1  # torchrun's own table; it ends with 1 itself
     saved = list((tmp_path / "checkpoints" / "ada-s17").glob("checkpoint-*"))
@@ -137,7 +141,7 @@ def test_interrupted_and_taken_up_it_ends_as_if_it_never_was(flags: list[str], t
     assert {"rng_state_0.pth", "rng_state_1.pth", "so_far.json.xz"} <= {p.name for p in saved[0].iterdir()}
 
     words += ["--arm", "mixed", "--reuse"]
-    code, shown = start(tmp_path, words, processes=2, trouble="alone:mixed:0")
+    code, shown = start(tmp_path, words, trouble="alone:mixed:0")
     assert "ada seed 17: going on after step 2" in shown and "ada seed 17: trained pair" in shown, shown
     assert record(tmp_path, "ada-s17") == record(two[0], "ada-s17")
     for name, p in torch.load(two[0] / "ada-0.pt").items():
@@ -149,7 +153,7 @@ def test_interrupted_and_taken_up_it_ends_as_if_it_never_was(flags: list[str], t
 
 
 def test_what_takes_one_process_says_so_and_no_process_hangs(flags: list[str], tmp_path: Path) -> None:
-    code, shown = start(tmp_path, [*flags, "--plan"], processes=2)
+    code, shown = start(tmp_path, [*flags, "--plan"])
     assert code == 1 and "recipe.py: --plan takes one process" in shown
     assert "process 1 of 2: another process of this start is gone" in shown
 

@@ -744,7 +744,7 @@ class ChatTraining:
             args.per_device_train_batch_size = config.problems // processes * config.group
             args.generation_batch_size = config.problems * config.group
         super().__init__(**kwargs)
-        if processes > 1:  # no DDP wrapper: it would wait for a backward pass of processes that have no row to train
+        if processes > 1:  # no DDP wrapper: gradients are summed once a step, and not every process has a row to train
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.arm_name, self.arm, self.problems, self.template = arm, ARMS[arm], problems, template
         self.config, self.seed, self.identity, self.on_step = config, seed, identity, on_step

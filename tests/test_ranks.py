@@ -42,9 +42,15 @@ def start(out: Path, words: list[str], trouble: str = "") -> tuple[int, str]:
     environment = {**os.environ, "WEIGHTS": str(out), "OMP_NUM_THREADS": "1"}
     if trouble:
         environment["TROUBLE"] = trouble
-    done = subprocess.run([*launcher, "tests/one_of_several.py", *words, "--out", str(out)], cwd=ROOT, timeout=240,
-                          env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-    return done.returncode, done.stdout
+    command = [*launcher, "tests/one_of_several.py", *words, "--out", str(out)]
+    where: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    torchrun = subprocess.Popen(command, text=True, **where)
+    try:
+        shown, _ = torchrun.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        torchrun.terminate()  # it takes its processes along, by force after 30 seconds
+        raise AssertionError(f"the processes hung: {torchrun.communicate()[0]}") from None
+    return torchrun.returncode, shown
 
 
 @pytest.fixture(scope="module")

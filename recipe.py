@@ -15,8 +15,8 @@ and both are paid the same team reward: the share of the two answers that are ri
     python recipe.py              four arms x three seeds on a GPU (--reuse: take finished runs as they are)
 
 Sections: config, task, chat, credit, trainer, evaluation, main. Around them: facts.py and grading.py read problems
-and answers, data.py the data set; decode.py samples; runs.py makes and reuses runs, records.py writes their files;
-report.py holds the statistics and the table.
+and answers, data.py the data set; decode.py samples; runs.py makes and reuses runs, ranks.py shares one between
+processes, records.py writes their files; report.py holds the statistics and the table.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ranks
 from facts import NOTE, has_quantity, numbers_in, question_places, sentences
 from grading import Answer, Grade, grade, same_answer
 
@@ -597,6 +598,38 @@ class Batch:
     grade_seconds: float
 
 
+def whole_step(parts: Sequence[Batch]) -> Batch:
+    """The batches of all processes as one: problems in order, the times of the process that played longest, which
+    the others waited for. The rows stay where they are."""
+    if len(parts) == 1:
+        return parts[0]
+    slowest = max(parts, key=lambda part: part.play_seconds + part.grade_seconds)
+    return Batch(
+        rows=(), trained_tokens=sum(part.trained_tokens for part in parts),
+        kept=tuple(c for part in parts for c in part.kept), drawn=tuple(d for part in parts for d in part.drawn),
+        talk=pooled_talk(parts), sampled_tokens=sum(part.sampled_tokens for part in parts),
+        thrown_away=sum(part.thrown_away for part in parts), play_seconds=slowest.play_seconds,
+        grade_seconds=slowest.grade_seconds,
+    )  # fmt: skip
+
+
+def pooled_talk(parts: Sequence[Batch]) -> Talk:
+    """The talk of several batches as one: each measure weighted by what it was counted over, the private numbers
+    of the problems played or, for all the others, the chats."""
+    chats, numbers = [], []
+    for part in parts:
+        problems = {c.graded.chat.problem.id: c.graded.chat.problem for c in part.kept}
+        chats.append(sum(len(d.rewards) for d in part.drawn))
+        numbers.append(sum(len(d.rewards) * sum(map(len, private_numbers(problems[d.problem]))) for d in part.drawn))
+
+    def mean(name: str) -> float:
+        weights = numbers if name in ("sends_own", "uses_partners") else chats
+        known = [(w, getattr(part.talk, name)) for w, part in zip(weights, parts, strict=True) if w]
+        return sum(w * x for w, x in known) / sum(w for w, _ in known) if known else float("nan")
+
+    return Talk(**{f.name: mean(f.name) for f in dataclasses.fields(Talk)})
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """What one step did. Rewards, flat groups and talk are over the chats drawn."""
@@ -708,7 +741,14 @@ class ChatTraining:
     ):  # fmt: skip
         from fuse import fuse
 
+        args, processes = kwargs["args"], ranks.world()
+        args._n_gpu = min(args.n_gpu, 1)  # one process, one card: Trainer would put a batch on each that it sees
+        if processes > 1:  # each takes whole groups, and one step's together are those of one process
+            args.per_device_train_batch_size = config.problems // processes * config.group
+            args.generation_batch_size = config.problems * config.group
         super().__init__(**kwargs)
+        if processes > 1:  # no DDP wrapper: gradients are summed once a step, and not every process has a row to train
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
         fuse(self.model)
         self.arm_name, self.arm, self.problems, self.template = arm, ARMS[arm], problems, template
         self.config, self.seed, self.identity, self.on_step = config, seed, identity, on_step
@@ -780,8 +820,16 @@ class ChatTraining:
         return torch.tensor(loss, device=self.accelerator.device)
 
     def _backward(self, batch: Batch) -> float:
-        """Backward passes of -sum(advantage x logp over own tokens) / N; returns that loss. Out of memory: the
-        token budget is halved, for good, and the step's passes start again."""
+        """Leave the gradient of -sum(advantage x logp over own tokens) / N on the adapter and return that loss; rows,
+        N, gradient and loss are those of all processes."""
+        trained_tokens = sum(ranks.gather(batch.trained_tokens))
+        loss = self._backward_passes(batch.rows, trained_tokens)
+        ranks.sum_gradients(self.model.parameters())
+        return sum(ranks.gather(loss))
+
+    def _backward_passes(self, rows: Sequence[Row], trained_tokens: int) -> float:
+        """The passes over this process's rows; returns their part of the loss. Out of memory: the token budget is
+        halved, for good, and the step's passes start again."""
         import torch
         from peft.helpers import disable_input_dtype_casting
 
@@ -789,13 +837,10 @@ class ChatTraining:
             try:
                 # autocast casts the inputs already; PEFT's own round trip through float32 costs a sixth of the time
                 with disable_input_dtype_casting(self.model):
-                    parts = [
-                        self._micro_loss(rows, batch.trained_tokens)
-                        for rows in micro_batches(batch.rows, self.token_budget)
-                    ]
+                    parts = [self._micro_loss(few, trained_tokens) for few in micro_batches(rows, self.token_budget)]
                 return float(sum(parts))
             except torch.cuda.OutOfMemoryError:
-                longest = max(len(row.stream.ids) for row in batch.rows)
+                longest = max(len(row.stream.ids) for row in rows)
                 if self.token_budget <= longest:
                     raise UserError(
                         f"out of memory on a single row of {longest} tokens: use --checkpointing, a smaller --model, "
@@ -820,9 +865,15 @@ class ChatTraining:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """TRL's checkpoint, and what was measured so far. The latter is written last: a checkpoint has it or is
         not whole."""
+        super()._save_checkpoint(model, trial)
+        ranks.barrier()  # every process has its random state in there
+        if ranks.is_main():
+            self._save_so_far()
+        ranks.barrier()  # no process may leave, and so end the start, while it is written
+
+    def _save_so_far(self) -> None:
         import records
 
-        super()._save_checkpoint(model, trial)
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         so_far = {"identity": self.identity, "history": [dataclasses.asdict(m) for m in self.history],
                   "tally": [dataclasses.asdict(d) for d in self.tally],
@@ -838,6 +889,9 @@ class ChatTraining:
         self.last_batch = tuple(CreditedChat(chat_from_json(c, problems), c["advantage"]) for c in so_far["last_batch"])
 
     def _keep(self, batch: Batch, loss: float, norm: float, unchanged: bool, seconds: float) -> None:
+        shares = ranks.gather((dataclasses.replace(batch, rows=()), seconds))
+        seconds = max(shares, key=lambda share: share[0].play_seconds + share[0].grade_seconds)[1]
+        batch = whole_step([part for part, _ in shares])
         rewards = [r for group in batch.drawn for r in group.rewards]
         metrics = StepMetrics(
             step=self.state.global_step, reward=sum(rewards) / len(rewards),
@@ -964,6 +1018,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     words = runs.parser().parse_args(argv)
     try:
+        ranks.join()
+        if not ranks.is_main():
+            return runs.follow()
+        for alone in ("selftest", "plan", "bench"):
+            if hasattr(words, alone) and ranks.world() > 1:
+                raise UserError(f"--{alone} takes one process: start it with python recipe.py, without a launcher")
         if hasattr(words, "selftest"):
             import selftest
 
@@ -975,19 +1035,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             import bench
 
             return bench.main(config, options)
-        return runs.experiment(config, options)
-    except (UserError, records.RecordError, report.ResultsError) as error:
+        return ranks.broadcast(runs.experiment(config, options))
+    except (UserError, ranks.LaunchError, records.RecordError, report.ResultsError) as error:
         print(f"recipe.py: {error}", file=sys.stderr)
         return 2
+    except (ranks.Left, ranks.Alone) as end:
+        print(f"recipe.py, process {ranks.rank()} of {ranks.world()}: {end}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # whoever read along (head, less) has left; runs made so far are in runs/
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except runs.Interrupted as stop:
-        print(f"{stop}: what is finished is safe; go on with the same command and --reuse", file=sys.stderr)
+        if ranks.is_main():
+            print(f"{stop}: what is finished is safe; go on with the same command and --reuse", file=sys.stderr)
         return stop.exit_code
 
 
 if __name__ == "__main__":
     from recipe import main as entry  # as the module `recipe`, which the other files import, not as a second copy
 
-    sys.exit(entry())
+    ranks.leave(entry())

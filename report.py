@@ -118,6 +118,11 @@ class Run:
     graded: int
     changed: int
 
+    @property
+    def processes(self) -> int:
+        """How many made it side by side, each with a card of its own: its minutes count so often."""
+        return self.about.get("processes", 1)
+
 
 def check_finite(value: Any, where: str) -> None:
     """Raises ResultsError naming the place of the first nan or infinity."""
@@ -469,7 +474,8 @@ def _arm(s: Series, runs: Sequence[Run], pair: Run | None, series: Sequence[Seri
         fourth.append(_with_interval(found.pass_at_k, found.pass_at_k_ci95))
     before = next((other.talk for other in series if other.partner == "untrained"), None)
     own, lengths = s.partner == "trained_pair", ("message_tokens", "answer_tokens")
-    minutes = [r.seconds["total"] / 60 for r in ([pair] if s.partner == "untrained" and pair else runs if own else [])]
+    timed = [pair] if s.partner == "untrained" and pair else runs if own else []
+    minutes = [r.processes * r.seconds["total"] / 60 for r in timed]
     return {
         "arm": s.arm, "partner": s.partner, "formula": ARMS[s.arm].formula if s.arm in ARMS else None,
         "unit": "re-run" if s.partner == "untrained" else "training seed", "seeds": list(s.seeds), "score": s.scores,
@@ -598,7 +604,7 @@ def _cost(every: Sequence[Run], price: float) -> Json:
         spent |= {"other": max(0.0, total - math.fsum(spent.values())), "total": total}
         chats = [chat for sittings in run.sittings.values() for sitting in sittings for chat in sitting]
         rows = {
-            "minutes": {phase: spent[phase] / 60 for phase in PHASES},
+            "minutes": {phase: run.processes * spent[phase] / 60 for phase in PHASES},
             "chats": {"training": sum(m.drawn + m.thrown_away for m in run.steps), "evaluation": len(chats)},
             "tokens": {"training": sum(m.sampled_tokens for m in run.steps),
                        "evaluation": sum(turn.tokens for chat in chats for turn in chat.chat.turns)},

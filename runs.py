@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ranks
 import records
 from data import Data, load_data
 from recipe import (
@@ -33,6 +34,7 @@ from recipe import (
     Config,
     Evaluation,
     NonFiniteError,
+    Problem,
     StepMetrics,
     UserError,
     chat_json,
@@ -83,13 +85,14 @@ class Lab:
 
 class Progress:
     """One bar over all runs, in chats, with the time left (in a log, a line a minute); and a line for each thing
-    that is done."""
+    that is done. Of several processes the first alone shows them."""
 
     def __init__(self, total: int):
         from tqdm import tqdm
 
-        self._tqdm = tqdm
-        self._bar = tqdm(total=total, unit="chat", smoothing=0.1, mininterval=0.5, disable=None, file=sys.stderr)
+        self._tqdm, self._quiet = tqdm, not ranks.is_main()
+        off = self._quiet or None  # None: only where there is no terminal
+        self._bar = tqdm(total=total, unit="chat", smoothing=0.1, mininterval=0.5, disable=off, file=sys.stderr)
         self._total, self._done, self._start = total, 0, time.monotonic()
         self._next_line = self._start + 60
         self._said: set[str] = set()
@@ -99,7 +102,7 @@ class Progress:
         self._bar.set_description(doing, refresh=False)
         self._bar.update(chats)
         now = time.monotonic()
-        if self._bar.disable and now >= self._next_line and self._done:
+        if self._bar.disable and not self._quiet and now >= self._next_line and self._done:
             left = (now - self._start) * (self._total - self._done) / self._done / 60
             print(f"{doing}; about {left:.1f} min left", file=sys.stderr, flush=True)
             self._next_line = now + 60
@@ -110,6 +113,8 @@ class Progress:
             self.say(line)
 
     def say(self, line: str) -> None:
+        if self._quiet:
+            return
         self._tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 
@@ -279,9 +284,14 @@ class Signals:
     def _handle(self, number: int, _frame: Any) -> None:
         if self.deferred and self.caught is None:
             self.caught = number
-            print("finishing this step, then saving; once more to stop at once", file=sys.stderr)
+            if ranks.is_main():
+                print("finishing this step, then saving; once more to stop at once", file=sys.stderr)
         else:
             raise Interrupted(number)
+
+    def agreed(self) -> int | None:
+        """The signal that any process of this start has caught, so that all stop after the same step."""
+        return next((number for number in ranks.gather(self.caught) if number is not None), None)
 
     def callback(self) -> Any:
         """Tells the trainer to save and stop after the step in which a signal came."""
@@ -289,7 +299,7 @@ class Signals:
 
         class StopAfterStep(TrainerCallback):
             def on_step_end(_, args: Any, state: Any, control: Any, **__: Any) -> Any:
-                if self.caught is not None:
+                if self.agreed() is not None:
                     control.should_save = control.should_training_stop = True
                 return control
 
@@ -304,6 +314,18 @@ def newest_checkpoint(folder: Path, identity: str) -> tuple[Path, dict[str, Any]
             if so_far["identity"] == identity:
                 return path, so_far
     return None
+
+
+def evaluate_shared(
+    name: str, repeat: int, seed: int, problems: Sequence[Problem], config: Config, generate: Any,
+    template: ChatTemplate,
+) -> Evaluation:  # fmt: skip
+    """An evaluation whose problems are shared between the processes of this start: the chats of all, in the
+    problems' order, and the seconds of the slowest."""
+    mine = ranks.share(problems)
+    part = evaluate(name, repeat, seed, mine, config, generate, template) if mine else Evaluation(name, repeat, (), 0.0)
+    parts = ranks.gather(part)
+    return Evaluation(name, repeat, tuple(chat for p in parts for chat in p.chats), max(p.seconds for p in parts))
 
 
 def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
@@ -324,7 +346,7 @@ def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
         save_every=lab.options.save_every, on_step=on_step, callbacks=[lab.signals.callback()],
         make_generator=generator_for(config, template, tokenizer.pad_token_id, lab.progress.say_once),
     )  # fmt: skip
-    found = newest_checkpoint(folder, identity) if lab.options.reuse else None
+    found = ranks.broadcast(newest_checkpoint(folder, identity) if lab.options.reuse and ranks.is_main() else None)
     spent = 0.0
     if found:
         trainer.restore(found[1])
@@ -337,14 +359,14 @@ def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
     finally:
         lab.signals.deferred = False
-    if lab.signals.caught is not None:
-        raise Interrupted(lab.signals.caught)
+    if (number := lab.signals.agreed()) is not None:
+        raise Interrupted(number)
     clock.append(time.perf_counter())
     trainer.generator.refresh()
     sittings = []
     for sitting in ("trained_pair", "untrained_partner"):
         lab.progress.advance(0, f"{name}: evaluation, {sitting.replace('_', ' ')}")
-        sittings.append(evaluate(sitting, 0, seed, lab.data.heldout, config, trainer.generator, template))
+        sittings.append(evaluate_shared(sitting, 0, seed, lab.data.heldout, config, trainer.generator, template))
         lab.progress.advance(len(sittings[-1].chats), name)
     clock.append(time.perf_counter())
     spans = {
@@ -363,7 +385,9 @@ def base_run(lab: Lab) -> dict[str, Any]:
     loaded, sittings = time.perf_counter(), []
     for repeat in range(config.base_evals):
         lab.progress.advance(0, f"untrained: evaluation {repeat + 1}/{config.base_evals}")
-        sittings.append(evaluate("untrained", repeat, config.data_seed, lab.data.heldout, config, generator, template))
+        sittings.append(
+            evaluate_shared("untrained", repeat, config.data_seed, lab.data.heldout, config, generator, template)
+        )
         lab.progress.advance(len(sittings[-1].chats), "untrained")
     end = time.perf_counter()
     return make_record(
@@ -435,7 +459,8 @@ def pick_device(config: Config) -> str:
         torch.set_num_threads(config.threads)
     if config.device == "cpu" or torch.cuda.is_available():
         device = "cpu" if config.device == "cpu" else "cuda"
-        if device == "cuda" and weights_dtype(device) == "float32":
+        ranks.take_device(device)
+        if device == "cuda" and weights_dtype(device) == "float32" and ranks.is_main():
             print("this GPU has no bfloat16: running in float32", file=sys.stderr)
         return device
     raise UserError(
@@ -454,6 +479,8 @@ def about_this_start(config: Config, device: str, command: str) -> dict[str, Any
     """Where a record comes from: model, device, versions, commit, command, date."""
     import torch
 
+    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    several = {"processes": ranks.world()} if ranks.world() > 1 else {}
     return {
         "model": {
             "id": config.model_name or config.model,
@@ -461,7 +488,8 @@ def about_this_start(config: Config, device: str, command: str) -> dict[str, Any
             "weights": weights_digest(config.model),
             "loaded_as": weights_dtype(device),
         },
-        "device": torch.cuda.get_device_name(0) if device == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "device": f"{name}, {ranks.world()} processes" if several else name,
+        **several,
         "versions": records.versions(),
         **records.git_state(Path(__file__).parent),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -473,33 +501,42 @@ def make_runs(
     todo: Sequence[RunName], config: Config, options: Options, data: Data, key: dict[str, str | None], device: str
 ) -> tuple[dict, list[str]]:
     """Make the runs that are missing, each record written the moment it is whole. A run that fails is reported
-    and the others go on. Returns the records and the failures."""
+    and the others go on. Returns the records and the failures.
+
+    Every process of this start goes through here; the first decides and writes. A failure that all of them share, a
+    gradient that is not finite, ends the run; after any other they might wait for each other, so the start ends."""
     quiet_libraries()
     evals, step = config.eval_chats * len(data.heldout), config.problems * config.group
     chats = sum(config.base_evals * evals if seed is None else config.steps * step + 2 * evals for _, seed in todo)
     made, failed = {}, []
     with Signals() as signals, contextlib.closing(Progress(chats)) as progress:
-        about = about_this_start(config, device, options.command)
+        about = ranks.broadcast(about_this_start(config, device, options.command) if ranks.is_main() else {})
         lab = Lab(config, options, data, device, key, about, progress, signals)
         started = time.monotonic()
         for arm, seed in todo:
             expected = expected_minutes(options, arm, made.values())
-            if options.hours is not None and time.monotonic() - started + 60 * expected > 3600 * options.hours:
+            late = options.hours is not None and time.monotonic() - started + 60 * expected > 3600 * options.hours
+            if ranks.broadcast(late):
                 progress.say(f"{run_label(arm, seed)}: not started, it would take about {expected:.1f} minutes")
                 continue
-            if seed is not None and not options.reuse:
+            if seed is not None and not options.reuse and ranks.is_main():
                 shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
             try:
                 record = base_run(lab) if seed is None else train_run(lab, arm, seed)
-                records.write_record(record_path(options, arm, seed), record)
+                if ranks.is_main():
+                    records.write_record(record_path(options, arm, seed), record)
             except UserError:
                 raise  # wrong for every run alike
             except Exception as error:  # whatever it is, it must not take the other runs down
                 failed.append(report_failure(options, arm, seed, error))
                 progress.say(f"FAILED {failed[-1]}")
+                if ranks.world() > 1 and not isinstance(error, NonFiniteError):
+                    raise ranks.Alone(failed[-1]) from error
                 continue
             finally:
                 free_memory()
+            if not ranks.is_main():
+                continue
             if seed is not None:
                 shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
             made[arm, seed] = records.read_record(record_path(options, arm, seed))  # as a later start will see it
@@ -597,13 +634,27 @@ def estimated_minutes(out: Path) -> dict[str, float]:
         return {}
 
 
+def follow() -> int:
+    """What all processes of a start but the first do: make the runs beside it. Returns its exit code."""
+    todo, config, options, data, key = ranks.broadcast(None)
+    if todo:
+        make_runs(todo, config, options, data, key, pick_device(config))
+    return ranks.broadcast(0)
+
+
+def check_shares(config: Config) -> None:
+    """Raises UserError where a step's problems cannot be dealt out evenly, whole groups to each process."""
+    if config.problems % ranks.world():
+        fits = [n for n in range(1, config.problems + 1) if config.problems % n == 0]
+        raise UserError(f"--problems {config.problems} a step cannot be dealt out to {ranks.world()} processes: start "
+                        f"{', '.join(map(str, fits))} of them, or change --problems")  # fmt: skip
+
+
 def experiment(config: Config, options: Options) -> int:
     """Load, run what is missing, summarize, write results.json, print the table. Returns the exit code."""
     import report
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("started as one of several processes: a run takes one process and one GPU; start it plainly, "
-                        "or one start for each GPU with an --out and arms or seeds of its own")  # fmt: skip
+    check_shares(config)
     check_writable(options.out)
     state = records.git_state(Path(__file__).parent)  # now: the tree may change before the runs are done
     with records.only_one(options.out):
@@ -617,7 +668,10 @@ def experiment(config: Config, options: Options) -> int:
         if todo:
             device = device or pick_device(config)
             data = data or load_data(config)
-            made, failed = make_runs(todo, config, options, data, {**key, "data": data.report["fingerprint"]}, device)
+            key = {**key, "data": data.report["fingerprint"]}
+        ranks.broadcast((todo, config, options, data, key))  # follow() waits for it
+        if todo:
+            made, failed = make_runs(todo, config, options, data, key, device)
             usable |= made
         if not usable:
             print("nothing was finished: no results.json", file=sys.stderr)

@@ -225,9 +225,11 @@ def test_no_run_is_started_that_would_not_be_done_in_time(flags: list[str], caps
     assert json.loads((out / "results.json").read_text())["header"]["partial"] == ["raft seed 17 is missing"]
 
 
-def test_several_processes_are_refused(flags: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_that_believes_to_be_of_several_is_refused(
+    flags: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "started as one of several processes" in trouble(flags, capsys)
+    assert "WORLD_SIZE is 2, but" in trouble(flags, capsys)
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:

@@ -380,6 +380,17 @@ def summarize(
     return sized
 
 
+def unreadable(records: Mapping[tuple[str, int | None], Json]) -> dict[tuple[str, int | None], str]:
+    """The records that cannot be used, each with what is wrong with it."""
+    wrong = {}
+    for (arm, seed), record in records.items():
+        try:
+            read_run(record, arm, seed)
+        except ResultsError as error:
+            wrong[arm, seed] = str(error)
+    return wrong
+
+
 def together(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
     """The results of independent tasks, in order, worked on by all cores: whileai's intervals resample in plain
     Python, minutes of it. Where a process cannot be forked (outside Linux), one after the other."""

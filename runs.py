@@ -86,6 +86,19 @@ class Lab:
     signals: Signals
 
 
+def show(text: str) -> None:
+    """Print. Where the disk under a redirected output is full, say so and go on without it."""
+    try:
+        print(clean(text), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # what is left in its buffer would raise again at each flush, and each fork flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError):
+            print(f"standard output cannot be written ({error.strerror}): going on without it", file=sys.stderr)
+
+
 class Progress:
     """One bar over all runs, in chats, with the time left (in a log, a line a minute); and a line for each thing
     that is done."""
@@ -116,13 +129,8 @@ class Progress:
             self.say(line)
 
     def say(self, line: str) -> None:
-        try:
-            self._tqdm.write(one_line(line, 2000), file=sys.stdout)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            raise
-        except OSError:  # the disk under a log is full: main says so at the end, and the runs go on
-            pass
+        with self._tqdm.external_write_mode(file=sys.stdout):
+            show(one_line(line, 2000))
 
     def close(self) -> None:
         self._bar.close()
@@ -424,6 +432,8 @@ def read_runs(options: Options, say: Callable[[str], None]) -> tuple[dict[RunNam
             for name, kind in (("arm", str), ("seed", int | None), ("key", dict), ("config", dict), ("seconds", dict)):
                 if not isinstance(record.get(name), kind):
                     raise records.RecordError(f"{path}: its field {name!r} is missing or of another kind")
+            if not re.fullmatch(r"\w+", record["arm"], re.ASCII):
+                raise records.RecordError(f"{path}: {record['arm']!r} is no arm's name")
             if path != record_path(options, record["arm"], record["seed"]):
                 raise records.RecordError(
                     f"{path}: holds {record['arm']}, seed {record['seed']}: not what its name says"
@@ -591,10 +601,10 @@ def free_memory() -> None:
 
 # Where a run can run out of the card's memory, told by the function it was in, and what to do about it.
 MEMORY = (
-    ("_backward", "in an update", "lower --token-budget or use --checkpointing"),
-    ("evaluate", "in an evaluation", "lower --eval-chats or --heldout-problems, or the caps --message-tokens and "
+    ("_backward", " in an update", "lower --token-budget or use --checkpointing"),
+    ("evaluate", " in an evaluation", "lower --eval-chats or --heldout-problems, or the caps --message-tokens and "
      "--last-message-tokens"),
-    ("play_chats", "while playing", "lower --problems, --message-tokens or --last-message-tokens"),
+    ("play_chats", " while playing", "lower --problems, --message-tokens or --last-message-tokens"),
     ("", "", "use a smaller --model"),
 )  # fmt: skip
 
@@ -611,7 +621,7 @@ def report_failure(options: Options, arm: str, seed: int | None, error: Exceptio
     if isinstance(error, torch.cuda.OutOfMemoryError):
         inside = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         _, where, what = next(row for row in MEMORY if not row[0] or row[0] in inside)
-        return one_line(f"{label}: out of memory {where}: see that nothing else is on the card, or {what}")
+        return one_line(f"{label}: out of memory{where}: see that nothing else is on the card, or {what}")
     line = one_line(f"{label}: {cause(error)}", 1000)
     # each line set in, so that no message can pass for an entry of its own
     details = textwrap.indent(clean("".join(traceback.format_exception(error))), "    ", lambda _: True)
@@ -652,7 +662,7 @@ def plan(config: Config, options: Options) -> int:
     here = Path(config.data).exists()
     data = load_data(config) if here else None
     key = run_key(config, data.report["fingerprint"] if data else None)
-    found, broken = read_runs(options, print)
+    found, broken = read_runs(options, show)
     total = 0.0
     for arm, seed in options.wanted:
         differs = stale_parts(found[arm, seed], key) if (arm, seed) in found else ["absent"]
@@ -692,9 +702,9 @@ def experiment(config: Config, options: Options) -> int:
         device = None if options.reuse else pick_device(config)  # before anything is loaded
         data = load_data(config) if Path(config.data).exists() or not options.reuse else None
         key = run_key(config, data.report["fingerprint"] if data else None)
-        usable, todo, reused = sort_runs(options, key, print)
+        usable, todo, reused = sort_runs(options, key, show)
         if reused:
-            print(f"reused: {', '.join(reused)}")
+            show(f"reused: {', '.join(reused)}")
         failed: list[str] = []
         if todo:
             device = device or pick_device(config)
@@ -725,9 +735,11 @@ def write_results(
         results = summary(options, usable, reused, failed, state)
     except report.ResultsError:
         unreadable = report.unreadable(usable)
-        bad, usable = list(unreadable.values()), {name: usable[name] for name in usable if name not in unreadable}
-        if not bad or not usable:
+        usable = {name: usable[name] for name in usable if name not in unreadable}
+        if not unreadable or not usable:
             raise
+        for name, why in unreadable.items():  # out of the way, so that the next start makes it anew
+            bad.append(f"{why}; the record is now {records.set_aside(record_path(options, *name))}")
         results = summary(options, usable, reused, [*failed, *bad], state)
     path = options.out / "results.json"
     try:
@@ -736,7 +748,7 @@ def write_results(
     except OSError as error:
         last_line = f"{path} could not be written: {error.strerror}"
         bad.append(last_line)
-    print(clean(report.render_table(results)), last_line, sep="\n")
+    show(f"{report.render_table(results)}\n{last_line}")
     return bad
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import timeless
 
 import recipe
-import records
 import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -33,19 +33,6 @@ def flags(stand_in: tiny.TinyPaths) -> list[str]:
 def start(flags: list[str], out: Path, *more: str) -> subprocess.Popen[str]:
     words = [sys.executable, "recipe.py", *flags, "--out", str(out), *more]
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def timeless(path: Path) -> dict[str, Any]:
-    """A record without what the clock put into it."""
-    record = records.read_record(path)
-    for name in ("about", "seconds"):
-        record.pop(name)
-    for evaluation in record["evaluations"]:
-        evaluation.pop("seconds")
-    for step in record["steps"]:
-        for name in ("play_seconds", "grade_seconds", "update_seconds"):
-            step.pop(name)
-    return record
 
 
 @pytest.fixture(scope="module")

@@ -242,8 +242,9 @@ def load_model(config: Config, device: str, trust_remote_code: bool) -> tuple[An
         tokenizer = AutoTokenizer.from_pretrained(config.model, padding_side="left", **where)
         model = AutoModelForCausalLM.from_pretrained(config.model, dtype=weights_dtype(device), **where)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        own_code = "; --trust-remote-code lets it run code of its own" if "trust_remote_code" in str(error) else ""
         raise UserError(f"--model {config.model} could not be loaded as a causal language model "
-                        f"({cause(error)})") from None  # fmt: skip
+                        f"({cause(error)}){own_code}") from None  # fmt: skip
     ends = model.generation_config.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     if tokenizer.eos_token_id is not None:

@@ -540,6 +540,23 @@ def test_a_grader_that_raises_names_the_problem_and_fails_one_run(
     assert len(entries) == 1 and "raft seed 17" in entries[0] and "\x1b" not in log and "ArithmeticError" in log
 
 
+def test_a_model_that_is_gone_half_way_costs_no_run_made_before(
+    start: Callable[..., int], done: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong for every run alike stops the start with exit code 2; not so once a run is made."""
+    usual = runs.train_run
+
+    def gone(lab: runs.Lab, arm: str, seed: int) -> dict[str, Any]:
+        if arm == "grpo":
+            raise recipe.UserError("--model is gone")
+        return usual(lab, arm, seed)
+
+    monkeypatch.setattr(runs, "train_run", gone)
+    assert start(tmp_path, *BOTH) == 1
+    assert "failed: grpo seed 17: --model is gone\ngo on with: " in capsys.readouterr().err
+    assert same(tmp_path, done, "untrained", "raft-s17") and (tmp_path / "results.json").exists()
+
+
 def out_of_memory(*_: Any, **__: Any) -> Any:
     import torch
 

@@ -31,7 +31,8 @@ PIECES = (
     "\u202e", "\ud800", "\U000e0001", "\u2028", "\x85", r"\boxed{", r"\boxed{", r"\fbox{", r"\frac", r"\frac{1}{2}",
     r"\text{", r"\sqrt{", r"\times", "}", "####", " and ", " or ", " half ", " dozen ", " twenty", " hundred ",
     " million ", "twice ", "a third of ", "two and a half ", "Ann has 3 cats. ", "How many? ", "Mr. ", "J. K. ",
-    "8:00 a.m. ", "1,200", "$.25", "1/0", "7 1/2", "9" * 40, "e" * 60, " quarters of ", "<script>", "{{facts}}", "%s", "../../x",
+    "8:00 a.m. ", "1,200", "$.25", "1/0", "7 1/2", "9" * 40, "e" * 60, " quarters of ",
+    "<script>", "{{facts}}", "%s", "../../x",
 )  # fmt: skip
 
 

@@ -343,6 +343,7 @@ def newest_checkpoint(
         try:
             so_far = records.read_record(path / "so_far.json.xz")
             if so_far.get("identity") != identity:
+                say(f"not used: {path} is of other settings, data or code")
                 continue
             there, stated = records.file_digests(path), so_far.get("files", {})
             if wrong := sorted(name for name in {*there, *stated} if there.get(name) != stated.get(name)):

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from conftest import timeless
 
+import post
 import recipe
 import records
 import runs
@@ -198,6 +199,23 @@ def test_a_full_disk_under_the_log_and_the_output_takes_no_run_down(
     assert same(tmp_path, done, "untrained", "grpo-s17") and (tmp_path / "results.json").exists()
 
 
+def test_a_full_disk_at_the_stand_in_or_the_card_leaves_what_was_there(
+    disk: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(disk / "cache"))
+    post.write_card({"card.html": b"old", "charts/a.svg": b"old"}, disk / "card")
+    with full(disk, room=8192):
+        assert recipe.main(["--tiny", "--out", str(disk / "out")]) == 2
+        with pytest.raises(OSError):
+            post.write_card({"card.html": bytes(50_000)}, disk / "card")
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"recipe\.py: \[Errno \d+\] (No space left on device|File too large)[^\n]*\n", said)
+    assert [path.relative_to(disk).as_posix() for path in sorted(disk.rglob("*")) if path.is_file()] == [
+        "card/card.html", "card/charts/a.svg"]  # fmt: skip
+    assert (disk / "card" / "card.html").read_bytes() == b"old"
+    assert not list((disk / "cache" / "talk-credit").iterdir())
+
+
 def test_a_folder_that_cannot_be_written_is_named(start: Callable[..., int], disk: Path, capsys: Any) -> None:
     if os.path.ismount(disk):
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
@@ -324,7 +342,7 @@ def test_every_damage_to_a_checkpoint_is_found_and_named(stopped: Path, tmp_path
     (folder / "checkpoint-of-mine").mkdir()
     shutil.rmtree(latest)
     assert runs.newest_checkpoint(folder, identity)[0].name == "checkpoint-2"
-    assert runs.newest_checkpoint(folder, "another run") is None
+    assert runs.newest_checkpoint(folder, "another run", said.append) is None and "is of other settings" in said[-1]
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,16 @@ class Watch:
 
 def kill_after(seconds: float) -> None:
     """SIGKILL to this process from a child of its own: whatever runs here, the interpreter's lock too, is no matter."""
-    parent = os.getpid()
+    parent, (ready, tell) = os.getpid(), os.pipe()
     if os.fork() == 0:
-        time.sleep(seconds)
+        os.write(tell, b".")
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:  # some phases last a few milliseconds: too short to be waited for asleep
+            time.sleep(max(0.0, end - time.monotonic() - 0.02))
         if os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)
         os._exit(0)
+    os.read(ready, 1)
 
 
 def main() -> int:

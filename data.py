@@ -14,6 +14,7 @@ from typing import Any
 import records
 from grading import gold_answer, self_check
 from recipe import Config, Problem, Unsplittable, UserError, flag, split_facts
+from words import one_line
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def read_rows(data: str, split: str) -> list[tuple[str, str, str]]:
         try:
             lines = [
                 (f"{path}, row {i}", line)
-                for i, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+                for i, line in enumerate(path.read_text("utf-8").split("\n"), 1)
                 if line.strip()
             ]
         except (OSError, UnicodeDecodeError) as error:
@@ -44,7 +45,7 @@ def read_rows(data: str, split: str) -> list[tuple[str, str, str]]:
         for where, line in lines:
             try:
                 rows.append((where, json.loads(line)))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: not a JSON object ({error})") from None
     else:
         from datasets import load_dataset
@@ -53,12 +54,14 @@ def read_rows(data: str, split: str) -> list[tuple[str, str, str]]:
             loaded = load_dataset(data, "main", split=split)
         except Exception as error:  # the hub's own errors are of many kinds; all mean that there is no data
             raise UserError(f"--data {data}: neither a folder here nor a data set that could be loaded "
-                            f"({type(error).__name__}: {str(error).splitlines()[0]})") from None  # fmt: skip
+                            f"({type(error).__name__}: {one_line(error)})") from None  # fmt: skip
         rows = [(f"{data} {split}, row {i}", row) for i, row in enumerate(loaded, 1)]
     for where, row in rows:
         for name in ("question", "answer"):
             if not isinstance(row, dict) or not isinstance(row.get(name), str):
                 raise UserError(f"{where}: the field {name!r} is missing or not a text")
+            if any("\ud800" <= c <= "\udfff" for c in row[name]):
+                raise UserError(f"{where}: the field {name!r} holds half of a character (a lone surrogate)")
     return [(where, row["question"], row["answer"]) for where, row in rows]
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from facts import numbers_in
+from records import write_whole
 from words import (
     CHANGES,
     Json,
@@ -436,9 +437,8 @@ def card_files(results: Json) -> dict[str, bytes]:
 
 
 def write_card(files: dict[str, bytes], out: Path) -> None:
-    (out / "charts").mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (out / name).write_bytes(content)
+        write_whole(out / name, content)
 
 
 # ---------------------------------------------------------------------------------------------- platform

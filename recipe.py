@@ -21,13 +21,15 @@ processes, records.py writes their files; report.py holds the statistics and the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import random
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
@@ -37,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import ranks
 from facts import NOTE, has_quantity, numbers_in, question_places, sentences
 from grading import Answer, Grade, grade, same_answer
+from words import one_line
 
 if TYPE_CHECKING:  # the heavy packages are imported where they are used: --help and --selftest need none
     import numpy as np
@@ -52,6 +55,10 @@ class UserError(Exception):
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient was not finite; raised before the update, so the weights are as they were."""
+
+
+class OutOfMemoryError(RuntimeError):
+    """Not even the smallest micro-batch fits; the message says what to lower. One run's trouble: others may fit."""
 
 
 # ---------------------------------------------------------------------------------------------- config
@@ -362,10 +369,13 @@ def play_chats(plans: Sequence[Plan], generate: Generate, template: ChatTemplate
 
 
 def grade_chat(chat: Chat) -> GradedChat:
-    """Read and grade the boxed answers of A's and B's last messages."""
-    return GradedChat(
-        chat, (grade(chat.turns[2].text, chat.problem.gold), grade(chat.turns[3].text, chat.problem.gold))
-    )
+    """Read and grade the boxed answers of A's and B's last messages. Raises ValueError naming the problem."""
+    try:
+        first, second = (grade(turn.text, chat.problem.gold) for turn in chat.turns[2:])
+    except Exception as error:  # the reader takes any text; whatever it trips over must name its chat
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"a chat on problem {chat.problem.id} could not be graded ({why})") from error
+    return GradedChat(chat, (first, second))
 
 
 def problems_json(graded: Iterable[GradedChat]) -> dict[str, Any]:
@@ -753,6 +763,7 @@ class ChatTraining:
         self.arm_name, self.arm, self.problems, self.template = arm, ARMS[arm], problems, template
         self.config, self.seed, self.identity, self.on_step = config, seed, identity, on_step
         self.generator = make_generator(self.model)
+        self.args.save_total_limit = None  # Trainer's own count goes by the clock; _save_checkpoint keeps two
         self.token_budget = config.token_budget
         self.history: list[StepMetrics] = []
         self.tally: list[Drawn] = []
@@ -842,7 +853,7 @@ class ChatTraining:
             except torch.cuda.OutOfMemoryError:
                 longest = max(len(row.stream.ids) for row in rows)
                 if self.token_budget <= longest:
-                    raise UserError(
+                    raise OutOfMemoryError(
                         f"out of memory on a single row of {longest} tokens: use --checkpointing, a smaller --model, "
                         "or lower --message-tokens and --last-message-tokens") from None  # fmt: skip
             self.model.zero_grad()
@@ -863,23 +874,35 @@ class ChatTraining:
         return float(loss.detach())
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """TRL's checkpoint, and what was measured so far. The latter is written last: a checkpoint has it or is
-        not whole."""
-        super()._save_checkpoint(model, trial)
-        ranks.barrier()  # every process has its random state in there
+        """TRL's checkpoint and what was measured so far; of the checkpoints, the latest two are kept. One that cannot
+        be written (a full disk) is said and taken away, and the run goes on without it."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if ranks.is_main():
-            self._save_so_far()
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged one, which the run did not go on from
+        ranks.barrier()
+        with or_without(folder):
+            super()._save_checkpoint(model, trial)
+        ranks.barrier()  # every process has its random state in there
+        if ranks.is_main() and folder.exists():
+            with or_without(folder):
+                self._seal(folder)
         ranks.barrier()  # no process may leave, and so end the start, while it is written
 
-    def _save_so_far(self) -> None:
+    def _seal(self, folder: Path) -> None:
+        """What was measured so far, with a checksum of every other file: written last, so that a checkpoint has it
+        and agrees with it, or is not whole. Then all but the latest two go."""
         import records
 
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         so_far = {"identity": self.identity, "history": [dataclasses.asdict(m) for m in self.history],
                   "tally": [dataclasses.asdict(d) for d in self.tally],
                   "last_batch": [credited_json(c) for c in self.last_batch],
-                  "problems": problems_json([c.graded for c in self.last_batch])}  # fmt: skip
+                  "problems": problems_json([c.graded for c in self.last_batch]),
+                  "files": records.file_digests(folder)}  # fmt: skip
         records.write_record(folder / "so_far.json.xz", so_far)
+        there = records.checkpoints(folder.parent)
+        kept = sorted(step for step in there if step <= self.state.global_step)[-2:]
+        for step in there.keys() - set(kept):  # a later one is damaged or of other settings
+            shutil.rmtree(there[step], ignore_errors=True)
 
     def restore(self, so_far: dict[str, Any]) -> None:
         """Take up what was measured before the run was interrupted."""
@@ -910,6 +933,18 @@ class ChatTraining:
             if value is not None and name not in ("step", "loss", "grad_norm"):  # TRL logs those itself
                 self._metrics["train"][name].append(float(value))
         self.on_step(metrics)
+
+
+@contextlib.contextmanager
+def or_without(folder: Path) -> Iterator[None]:
+    """While a checkpoint is written: if it cannot be, say so, take away what there is of it, and go on."""
+    try:
+        yield
+    except Exception as error:  # a full disk is an OSError, a RuntimeError of torch's or a SafetensorError
+        shutil.rmtree(folder, ignore_errors=True)
+        why = one_line(error) or type(error).__name__
+        with contextlib.suppress(OSError):
+            print(f"{folder} could not be written ({why}): the run goes on without it", file=sys.stderr)
 
 
 def credited_json(credited: CreditedChat) -> dict[str, Any]:
@@ -1017,38 +1052,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     import runs
 
     words = runs.parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without "±" must not end a run
     try:
-        ranks.join()
-        if not ranks.is_main():
-            return runs.follow()
-        for alone in ("selftest", "plan", "bench"):
-            if hasattr(words, alone) and ranks.world() > 1:
-                raise UserError(f"--{alone} takes one process: start it with python recipe.py, without a launcher")
-        if hasattr(words, "selftest"):
-            import selftest
-
-            return selftest.main()
-        config, options = runs.configure(words)
-        if hasattr(words, "plan"):
-            return runs.plan(config, options)
-        if hasattr(words, "bench"):
-            import bench
-
-            return bench.main(config, options)
-        return ranks.broadcast(runs.experiment(config, options))
-    except (UserError, ranks.LaunchError, records.RecordError, report.ResultsError) as error:
-        print(f"recipe.py: {error}", file=sys.stderr)
-        return 2
-    except (ranks.Left, ranks.Alone) as end:
-        print(f"recipe.py, process {ranks.rank()} of {ranks.world()}: {end}", file=sys.stderr)
-        return 1
+        code = act(words)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # whoever read along (head, less) has left; runs made so far are in runs/
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except runs.Interrupted as stop:
+    except (UserError, ranks.LaunchError, records.RecordError, report.ResultsError, OSError) as error:
+        print(f"recipe.py: {one_line(error, 2000)}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # the disk under a redirected output is full: no second word about it on the way out
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except (ranks.Left, ranks.Alone) as end:
+        print(f"recipe.py, process {ranks.rank()} of {ranks.world()}: {one_line(end, 2000)}", file=sys.stderr)
+        return 1
+    except (runs.Interrupted, KeyboardInterrupt) as stop:
         if ranks.is_main():
-            print(f"{stop}: what is finished is safe; go on with the same command and --reuse", file=sys.stderr)
-        return stop.exit_code
+            said = str(stop) or "interrupted by SIGINT"
+            print(f"{said}: what is finished is safe; go on with the same command and --reuse", file=sys.stderr)
+        return getattr(stop, "exit_code", 130)
+
+
+def act(words: Any) -> int:
+    """What the command line asks for; returns the exit code."""
+    import runs
+
+    ranks.join()
+    if not ranks.is_main():
+        return runs.follow()
+    for alone in ("selftest", "plan", "bench"):
+        if hasattr(words, alone) and ranks.world() > 1:
+            raise UserError(f"--{alone} takes one process: start it with python recipe.py, without a launcher")
+    if hasattr(words, "selftest"):
+        import selftest
+
+        return selftest.main()
+    config, options = runs.configure(words)
+    if hasattr(words, "plan"):
+        return runs.plan(config, options)
+    if hasattr(words, "bench"):
+        import bench
+
+        return bench.main(config, options)
+    return ranks.broadcast(runs.experiment(config, options))
 
 
 if __name__ == "__main__":

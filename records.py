@@ -68,14 +68,32 @@ def read_record(path: Path) -> dict[str, Any]:
     """Read a record. Raises RecordError for one that is cut short, edited, or of another format."""
     try:
         body = json.loads(lzma.decompress(path.read_bytes()))
+        if not isinstance(body, dict):
+            raise ValueError(f"a {type(body).__name__}, not an object")
         stated = body.pop("sha256", None)
-    except (OSError, EOFError, lzma.LZMAError, ValueError, AttributeError) as error:
+        content = canonical(body)
+    except (OSError, EOFError, lzma.LZMAError, ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not a whole record ({type(error).__name__}: {error})") from None
     if body.get("format") != FORMAT:
         raise RecordError(f"{path}: record of format {body.get('format')!r}, this version reads {FORMAT}")
-    if stated != hashlib.sha256(canonical(body)).hexdigest():
+    if stated != hashlib.sha256(content).hexdigest():
         raise RecordError(f"{path}: its content does not match its checksum (cut short or edited)")
     return body
+
+
+def file_digests(folder: Path, but: str = "so_far.json.xz") -> dict[str, str]:
+    """The sha256 of every file below a folder except the one named `but`, by its place in the folder."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / but):
+        with open(path, "rb") as file:
+            found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a run by step, whole or not."""
+    named = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
+    return {int(step): path for step, path in named.items() if step.isascii() and step.isdigit()}
 
 
 def run_label(arm: str, seed: int | None) -> str:
@@ -105,7 +123,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
     The lock is the operating system's, so a killed process holds nothing."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as lock:
+    with open(folder / ".lock", "a+", errors="replace") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -46,7 +46,7 @@ from recipe import (
     talk_measures,
 )
 from records import record_name, run_label, write_whole
-from words import answer, climb, learned, mean_of, partial_words
+from words import answer, clean, climb, learned, mean_of, partial_words
 
 FORMAT = 1
 MAX_BYTES = 60_000
@@ -383,6 +383,17 @@ def summarize(
         if len(to_json(sized)) <= MAX_BYTES:
             break
     return sized
+
+
+def unreadable(records: Mapping[tuple[str, int | None], Json]) -> dict[tuple[str, int | None], str]:
+    """The records that cannot be used, each with what is wrong with it."""
+    wrong = {}
+    for (arm, seed), record in records.items():
+        try:
+            read_run(record, arm, seed)
+        except ResultsError as error:
+            wrong[arm, seed] = str(error)
+    return wrong
 
 
 def together(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -932,7 +943,9 @@ def in_words(results: Json) -> list[str]:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = [[str(cell).replace("|", "\\|").replace("*", "\\*").replace("\n", " ") for cell in row] for row in rows]
+    """A table; a cell may quote a message, and cannot open another cell, a line, a tag or a comment."""
+    escapes = str.maketrans({"|": "\\|", "*": "\\*", "\n": " ", "<": "&lt;"})
+    cells = [[clean(cell).translate(escapes) for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *cells])
 
 

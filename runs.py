@@ -10,11 +10,13 @@ import functools
 import hashlib
 import json
 import os
+import pickle
 import re
 import shlex
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +36,7 @@ from recipe import (
     Config,
     Evaluation,
     NonFiniteError,
+    OutOfMemoryError,
     Problem,
     StepMetrics,
     UserError,
@@ -45,6 +48,7 @@ from recipe import (
     problems_json,
 )
 from records import record_name, run_label
+from words import clean, one_line
 
 RunName = tuple[str, int | None]  # arm and seed; ("untrained", None) is the evaluation of the base
 
@@ -83,6 +87,19 @@ class Lab:
     signals: Signals
 
 
+def show(text: str) -> None:
+    """Print. Where the disk under a redirected output is full, say so and go on without it."""
+    try:
+        print(clean(text), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # what is left in its buffer would raise again at each flush, and each fork flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError):
+            print(f"standard output cannot be written ({error.strerror}): going on without it", file=sys.stderr)
+
+
 class Progress:
     """One bar over all runs, in chats, with the time left (in a log, a line a minute); and a line for each thing
     that is done. Of several processes the first alone shows them."""
@@ -104,7 +121,8 @@ class Progress:
         now = time.monotonic()
         if self._bar.disable and not self._quiet and now >= self._next_line and self._done:
             left = (now - self._start) * (self._total - self._done) / self._done / 60
-            print(f"{doing}; about {left:.1f} min left", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a log that cannot be written must not end a run
+                print(f"{doing}; about {left:.1f} min left", file=sys.stderr, flush=True)
             self._next_line = now + 60
 
     def say_once(self, line: str) -> None:
@@ -115,8 +133,8 @@ class Progress:
     def say(self, line: str) -> None:
         if self._quiet:
             return
-        self._tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        with self._tqdm.external_write_mode(file=sys.stdout):
+            show(one_line(line, 2000))
 
     def close(self) -> None:
         self._bar.close()
@@ -212,6 +230,11 @@ def make_record(
     }  # fmt: skip
 
 
+def cause(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+
+
 def load_model(config: Config, device: str, trust_remote_code: bool) -> tuple[Any, Any, ChatTemplate]:
     """The base model on its device, its tokenizer, its chat template. Raises UserError for a folder or id that
     is not a causal language model with an instruct tokenizer."""
@@ -223,8 +246,9 @@ def load_model(config: Config, device: str, trust_remote_code: bool) -> tuple[An
         tokenizer = AutoTokenizer.from_pretrained(config.model, padding_side="left", **where)
         model = AutoModelForCausalLM.from_pretrained(config.model, dtype=weights_dtype(device), **where)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        own_code = "; --trust-remote-code lets it run code of its own" if "trust_remote_code" in str(error) else ""
         raise UserError(f"--model {config.model} could not be loaded as a causal language model "
-                        f"({type(error).__name__}: {str(error).strip().splitlines()[0]})") from None  # fmt: skip
+                        f"({cause(error)}){own_code}") from None  # fmt: skip
     ends = model.generation_config.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     if tokenizer.eos_token_id is not None:
@@ -285,7 +309,8 @@ class Signals:
         if self.deferred and self.caught is None:
             self.caught = number
             if ranks.is_main():
-                print("finishing this step, then saving; once more to stop at once", file=sys.stderr)
+                with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
+                    os.write(2, b"finishing this step, then saving; once more to stop at once\n")
         else:
             raise Interrupted(number)
 
@@ -306,13 +331,23 @@ class Signals:
         return StopAfterStep()
 
 
-def newest_checkpoint(folder: Path, identity: str) -> tuple[Path, dict[str, Any]] | None:
-    """The latest whole checkpoint of this very run, and what it had measured; None if there is none."""
-    for path in sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rsplit("-", 1)[1])):
-        with contextlib.suppress(records.RecordError):
+def newest_checkpoint(
+    folder: Path, identity: str, say: Callable[[str], None] = lambda _: None
+) -> tuple[Path, dict[str, Any]] | None:
+    """The latest whole checkpoint of this very run, and what it had measured; None if there is none. `say` is told
+    of those that are damaged."""
+    for _, path in sorted(records.checkpoints(folder).items(), reverse=True):
+        try:
             so_far = records.read_record(path / "so_far.json.xz")
-            if so_far["identity"] == identity:
-                return path, so_far
+            if so_far.get("identity") != identity:
+                say(f"not used: {path} is of other settings, data or code")
+                continue
+            there, stated = records.file_digests(path), so_far.get("files", {})
+            if wrong := sorted(name for name in {*there, *stated} if there.get(name) != stated.get(name)):
+                raise records.RecordError(f"{path}: {', '.join(wrong)}: not as it was written (cut short or changed)")
+            return path, so_far
+        except (records.RecordError, OSError) as error:
+            say(f"not used: {error}")
     return None
 
 
@@ -346,7 +381,8 @@ def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
         save_every=lab.options.save_every, on_step=on_step, callbacks=[lab.signals.callback()],
         make_generator=generator_for(config, template, tokenizer.pad_token_id, lab.progress.say_once),
     )  # fmt: skip
-    found = ranks.broadcast(newest_checkpoint(folder, identity) if lab.options.reuse and ranks.is_main() else None)
+    own = newest_checkpoint(folder, identity, lab.progress.say) if lab.options.reuse and ranks.is_main() else None
+    found = ranks.broadcast(own)
     spent = 0.0
     if found:
         trainer.restore(found[1])
@@ -357,6 +393,9 @@ def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
     lab.signals.deferred = True
     try:
         trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
+    except pickle.UnpicklingError as error:  # its checksums hold, so whoever made them put something else there
+        raise records.RecordError(f"{folder}: a checkpoint holds more than weights and is not read: delete the folder "
+                                  f"({cause(error)})") from None  # fmt: skip
     finally:
         lab.signals.deferred = False
     if (number := lab.signals.agreed()) is not None:
@@ -404,14 +443,19 @@ def read_runs(options: Options, say: Callable[[str], None]) -> tuple[dict[RunNam
     for path in sorted((options.out / "runs").glob("*.json.xz")):
         try:
             record = records.read_record(path)
+            for name, kind in (("arm", str), ("seed", int | None), ("key", dict), ("config", dict), ("seconds", dict)):
+                if not isinstance(record.get(name), kind):
+                    raise records.RecordError(f"{path}: its field {name!r} is missing or of another kind")
+            if not re.fullmatch(r"\w+", record["arm"], re.ASCII):
+                raise records.RecordError(f"{path}: {record['arm']!r} is no arm's name")
             if path != record_path(options, record["arm"], record["seed"]):
                 raise records.RecordError(
                     f"{path}: holds {record['arm']}, seed {record['seed']}: not what its name says"
                 )
             found[record["arm"], record["seed"]] = record
-        except (records.RecordError, KeyError) as error:
-            broken.append(str(error))
-            say(f"left aside: {error}")
+        except records.RecordError as error:
+            broken.append(one_line(error, 2000))
+            say(f"left aside: {broken[-1]}")
     return found, broken
 
 
@@ -440,6 +484,8 @@ def sort_runs(options: Options, key: dict[str, str | None], say: Callable[[str],
         if not differs and not fresh:
             usable[name] = record
             reused.append(label)
+            if name[1] is not None:  # a kill may have come between the record and this
+                shutil.rmtree(checkpoint_folder(options, *name), ignore_errors=True)
         elif name in wanted:
             kept = records.set_aside(record_path(options, *name))
             why = f"its {' and '.join(differs)} differ" if differs else "run anew (--reuse would have kept it)"
@@ -523,10 +569,13 @@ def make_runs(
                 shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
             try:
                 record = base_run(lab) if seed is None else train_run(lab, arm, seed)
-                if ranks.is_main():
-                    records.write_record(record_path(options, arm, seed), record)
-            except UserError:
-                raise  # wrong for every run alike
+                made[arm, seed] = keep_record(record_path(options, arm, seed), record) if ranks.is_main() else record
+            except UserError as error:
+                if ranks.world() > 1 or not (made or failed):
+                    raise  # wrong for every run alike
+                failed.append(f"{run_label(arm, seed)}: {error}")
+                progress.say(f"FAILED {failed[-1]}")
+                continue
             except Exception as error:  # whatever it is, it must not take the other runs down
                 failed.append(report_failure(options, arm, seed, error))
                 progress.say(f"FAILED {failed[-1]}")
@@ -539,9 +588,20 @@ def make_runs(
                 continue
             if seed is not None:
                 shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
-            made[arm, seed] = records.read_record(record_path(options, arm, seed))  # as a later start will see it
-            progress.say(one_line(record))
+            progress.say(run_line(record))
     return made, failed
+
+
+def keep_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Write a record and return it as a later start will see it. A damaged one in its place, which was named when
+    the records were read, is set aside. Raises RecordError where it cannot be written."""
+    try:
+        if path.exists():
+            records.set_aside(path)
+        records.write_record(path, record)
+    except OSError as error:
+        raise records.RecordError(f"{path} could not be written: {error.strerror}") from None
+    return records.read_record(path)
 
 
 def expected_minutes(options: Options, arm: str, made: Iterable[dict[str, Any]]) -> float:
@@ -565,18 +625,41 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+# Where a run can run out of the card's memory, told by the function it was in, and what to do about it.
+MEMORY = (
+    ("_backward", " in an update", "lower --token-budget or use --checkpointing"),
+    ("evaluate", " in an evaluation", "lower --eval-chats or --heldout-problems, or the caps --message-tokens and "
+     "--last-message-tokens"),
+    ("play_chats", " while playing", "lower --problems, --message-tokens or --last-message-tokens"),
+    ("", "", "use a smaller --model"),
+)  # fmt: skip
+
+
 def report_failure(options: Options, arm: str, seed: int | None, error: Exception) -> str:
     """A failed run in a line; the traceback of an unforeseen error goes to failures.log in the output folder."""
+    import torch
+
+    label = run_label(arm, seed)
     if isinstance(error, NonFiniteError):
-        return str(error)
-    line = f"{run_label(arm, seed)}: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-    with contextlib.suppress(OSError), open(options.out / "failures.log", "a", encoding="utf-8") as log:
-        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n{''.join(traceback.format_exception(error))}\n")
-        line += f" ({log.name} has the traceback)"
-    return line
+        return one_line(error, 2000)
+    if isinstance(error, OutOfMemoryError | records.RecordError):
+        return f"{label}: {one_line(error, 2000)}"
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        inside = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        _, where, what = next(row for row in MEMORY if not row[0] or row[0] in inside)
+        return one_line(f"{label}: out of memory{where}: see that nothing else is on the card, or {what}")
+    line = one_line(f"{label}: {cause(error)}", 1000)
+    # each line set in, so that no message can pass for an entry of its own
+    details = textwrap.indent(clean("".join(traceback.format_exception(error))), "    ", lambda _: True)
+    try:
+        with open(options.out / "failures.log", "a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n{details}\n")
+        return f"{line} ({log.name} has the traceback)"
+    except OSError:  # the disk may be what failed
+        return line
 
 
-def one_line(record: dict[str, Any]) -> str:
+def run_line(record: dict[str, Any]) -> str:
     """A finished run in a line, each score with its 95% interval over problems and its n."""
     import report
 
@@ -605,7 +688,7 @@ def plan(config: Config, options: Options) -> int:
     here = Path(config.data).exists()
     data = load_data(config) if here else None
     key = run_key(config, data.report["fingerprint"] if data else None)
-    found, broken = read_runs(options, print)
+    found, broken = read_runs(options, show)
     total = 0.0
     for arm, seed in options.wanted:
         differs = stale_parts(found[arm, seed], key) if (arm, seed) in found else ["absent"]
@@ -629,8 +712,8 @@ def plan(config: Config, options: Options) -> int:
 def estimated_minutes(out: Path) -> dict[str, float]:
     """Minutes of a run by arm, from the benchmark of this folder; {} without one."""
     try:
-        return json.loads((out / "benchmark.json").read_text())["minutes"]
-    except (OSError, ValueError, KeyError):
+        return {arm: float(m) for arm, m in json.loads((out / "benchmark.json").read_text())["minutes"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
 
 
@@ -652,8 +735,6 @@ def check_shares(config: Config) -> None:
 
 def experiment(config: Config, options: Options) -> int:
     """Load, run what is missing, summarize, write results.json, print the table. Returns the exit code."""
-    import report
-
     check_shares(config)
     check_writable(options.out)
     state = records.git_state(Path(__file__).parent)  # now: the tree may change before the runs are done
@@ -661,9 +742,9 @@ def experiment(config: Config, options: Options) -> int:
         device = None if options.reuse else pick_device(config)  # before anything is loaded
         data = load_data(config) if Path(config.data).exists() or not options.reuse else None
         key = run_key(config, data.report["fingerprint"] if data else None)
-        usable, todo, reused = sort_runs(options, key, print)
+        usable, todo, reused = sort_runs(options, key, show)
         if reused:
-            print(f"reused: {', '.join(reused)}")
+            show(f"reused: {', '.join(reused)}")
         failed: list[str] = []
         if todo:
             device = device or pick_device(config)
@@ -673,27 +754,58 @@ def experiment(config: Config, options: Options) -> int:
         if todo:
             made, failed = make_runs(todo, config, options, data, key, device)
             usable |= made
-        if not usable:
+        failed += [line for line in read_runs(options, lambda _: None)[1] if line not in failed]
+        if usable:
+            failed += write_results(options, usable, reused, failed, state)
+        else:
             print("nothing was finished: no results.json", file=sys.stderr)
-            return 1
-        header = {
-            "command": options.command,
-            "date": time.strftime("%Y-%m-%d"),
-            "reused": reused,
-            "failed": failed,
-            **state,
-        }
-        runs = {name: record for name, record in usable.items() if name[1] is not None}
-        arms = [*options.arms, *dict.fromkeys(arm for arm, _ in runs if arm not in options.arms)]
-        results = report.summarize(usable.get(("untrained", None)), runs, header, arms, options.seeds, options.price)
-        records.write_whole(options.out / "results.json", report.to_json(results))
-        print(report.render_table(results))
-        print(f"written: {options.out / 'results.json'}")
     for line in failed:
-        print(f"failed: {line}", file=sys.stderr)
+        print(f"failed: {one_line(line, 2000)}", file=sys.stderr)
     if failed:
-        print(f"go on with: {options.command} --reuse", file=sys.stderr)
-    return 1 if failed else 0
+        print(f"go on with: {options.command}{'' if options.reuse else ' --reuse'}", file=sys.stderr)
+    return 1 if failed or not usable else 0
+
+
+def write_results(
+    options: Options, usable: dict[RunName, dict[str, Any]], reused: list[str], failed: list[str], state: dict[str, Any]
+) -> list[str]:
+    """Write results.json and print the table. Returns what failed: records that cannot be summarized, which are left
+    out, and the file itself where it cannot be written."""
+    import report
+
+    bad: list[str] = []
+    try:
+        results = summary(options, usable, reused, failed, state)
+    except report.ResultsError:
+        unreadable = report.unreadable(usable)
+        usable = {name: usable[name] for name in usable if name not in unreadable}
+        if not unreadable or not usable:
+            raise
+        for name, why in unreadable.items():  # out of the way, so that the next start makes it anew
+            bad.append(f"{why}; the record is now {records.set_aside(record_path(options, *name))}")
+        results = summary(options, usable, reused, [*failed, *bad], state)
+    path = options.out / "results.json"
+    try:
+        records.write_whole(path, report.to_json(results))
+        last_line = f"written: {path}"
+    except OSError as error:
+        last_line = f"{path} could not be written: {error.strerror}"
+        bad.append(last_line)
+    show(f"{report.render_table(results)}\n{last_line}")
+    return bad
+
+
+def summary(
+    options: Options, usable: dict[RunName, dict[str, Any]], reused: list[str], failed: list[str], state: dict[str, Any]
+) -> dict[str, Any]:
+    """What results.json holds. Raises report.ResultsError for a record that cannot be used."""
+    import report
+
+    header = {"command": options.command, "date": time.strftime("%Y-%m-%d"), "reused": reused, "failed": failed}
+    runs = {name: record for name, record in usable.items() if name[1] is not None}
+    arms = [*options.arms, *dict.fromkeys(arm for arm, _ in runs if arm not in options.arms)]
+    base = usable.get(("untrained", None))
+    return report.summarize(base, runs, {**header, **state}, arms, options.seeds, options.price)
 
 
 def check_writable(folder: Path) -> None:
@@ -748,7 +860,9 @@ def recorded_config(out: Path) -> dict[str, Any]:
     """The settings of the records in a folder (the untrained pair's if it is there); {} without records."""
     for path in sorted((out / "runs").glob("*.json.xz"), key=lambda p: p.name != "untrained.json.xz"):
         with contextlib.suppress(records.RecordError):
-            return records.read_record(path)["config"]
+            config = records.read_record(path).get("config")
+            if isinstance(config, dict):
+                return config
     return {}
 
 

@@ -12,6 +12,8 @@ that the machinery works and learns; it does not predict which arm wins with a r
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import inspect
 import itertools
@@ -431,18 +433,36 @@ def build_tiny(
         return paths
     if folder.exists() and {path.name for path in folder.iterdir()} - {"model", PROBLEMS, MARKER}:
         raise FileExistsError(f"{folder} holds other files too and would be replaced: name another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        new = scratch / "new"
-        build(new, settings, progress)
-        if not is_whole(folder, key):  # unless another process was faster
-            if folder.exists():
-                os.rename(folder, scratch / "old")
-            os.rename(new, folder)
+        with scratch_beside(folder) as scratch:
+            if not is_whole(folder, key):  # unless another process was faster
+                build(scratch / "new", settings, progress)
+                if folder.exists():
+                    os.rename(folder, scratch / "old")
+                os.rename(scratch / "new", folder)
     finally:
         torch.set_num_threads(threads_before)
-        shutil.rmtree(scratch, ignore_errors=True)
     return paths
+
+
+@contextlib.contextmanager
+def scratch_beside(folder: Path) -> Iterator[Path]:
+    """A folder to build in. One process at a time has one, the next waits, and what a killed build left is cleared
+    away: the lock is the operating system's, so a killed process holds none."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{folder.name}-build-"
+    place = os.open(folder.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks: then nothing is cleared
+            fcntl.flock(place, fcntl.LOCK_EX)
+            for stray in folder.parent.glob(f"{prefix}*"):
+                shutil.rmtree(stray, ignore_errors=True)
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    finally:
+        os.close(place)

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import pytest
 
 import recipe
+import records
 import tiny
 
 
@@ -71,3 +72,16 @@ def adapter_weights(model: Any) -> dict[str, Any]:
 
 def base_weights(model: Any) -> dict[str, Any]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
+
+
+def timeless(path: Path) -> dict[str, Any]:
+    """A record without what the clock put into it."""
+    record = records.read_record(path)
+    for name in ("about", "seconds"):
+        record.pop(name)
+    for evaluation in record["evaluations"]:
+        evaluation.pop("seconds")
+    for step in record["steps"]:
+        for name in ("play_seconds", "grade_seconds", "update_seconds"):
+            step.pop(name)
+    return record

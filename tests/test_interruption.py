@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import timeless
+from phases import PHASES
 
 import recipe
-import records
 import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -33,19 +36,6 @@ def flags(stand_in: tiny.TinyPaths) -> list[str]:
 def start(flags: list[str], out: Path, *more: str) -> subprocess.Popen[str]:
     words = [sys.executable, "recipe.py", *flags, "--out", str(out), *more]
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def timeless(path: Path) -> dict[str, Any]:
-    """A record without what the clock put into it."""
-    record = records.read_record(path)
-    for name in ("about", "seconds"):
-        record.pop(name)
-    for evaluation in record["evaluations"]:
-        evaluation.pop("seconds")
-    for step in record["steps"]:
-        for name in ("play_seconds", "grade_seconds", "update_seconds"):
-            step.pop(name)
-    return record
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +84,60 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
         assert "ada seed 17: going on after step" in again
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_records(flags: list[str], whole: Any, tmp_path: Path) -> None:
-    """SIGKILL, over loading, playing, updating, saving, evaluating and writing; TALK_CREDIT_KILLS=20 for more."""
-    chance = random.Random(0)
-    for trial in range(int(os.environ.get("TALK_CREDIT_KILLS", "4"))):
-        out = tmp_path / str(trial)
-        for _ in range(2):
-            process = start(flags, out, "--reuse")
-            wait_for((out / "runs" / "untrained.json.xz").exists, process)
-            time.sleep(chance.uniform(0, 4))
-            process.kill()
-            process.communicate()
-        finish(flags, out, whole)
+KILLS = int(os.environ.get("TALK_CREDIT_KILLS", "4"))
+
+
+def watched(out: Path, cache: Path, *more: str, kill: str | None = None) -> tuple[int, str, list[list[str]]]:
+    """A small --tiny start as tests/phases.py runs it: its exit code, what it said, and its log."""
+    log = out.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    words = [sys.executable, str(ROOT / "tests" / "phases.py"), str(log), *(["--kill", kill] if kill else []),
+             "--tiny", "--arm", "ada", "--arm", "raft", "--seeds", "17", "--steps", "3", "--problems", "2",
+             "--train-problems", "32", "--heldout-problems", "12", "--warmup-steps", "1", "--save-every", "1",
+             "--out", str(out), *more]  # fmt: skip
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stdout + done.stderr, [line.split() for line in log.read_text().splitlines()]
+
+
+def spans(log: list[list[str]]) -> dict[str, list[float]]:
+    """How long each entry of each phase took."""
+    found: dict[str, list[float]] = {}
+    for (_, phase, entered), (_, _, left) in zip(log[::2], log[1::2], strict=True):
+        found.setdefault(phase, []).append(float(left) - float(entered))
+    return found
+
+
+@pytest.mark.parametrize("kills", [KILLS])
+def test_killed_at_random_moments_of_every_phase_it_ends_with_the_same_records(kills: int, tmp_path: Path) -> None:
+    """SIGKILL while the stand-in is built, a chat is played, weights are updated, a checkpoint, a record or the
+    results are written, or an evaluation runs; then the same command with --reuse. TALK_CREDIT_KILLS=28 for more."""
+    cache, built = tmp_path / "cache", tmp_path / "built"
+    code, said, log = watched(tmp_path / "whole", cache)
+    assert code == 0, said
+    cache.rename(built)
+    undisturbed, chance, hit = spans(log), random.Random(0), []
+    assert set(undisturbed) == set(PHASES)
+    whole = {path.name: timeless(path) for path in (tmp_path / "whole" / "runs").glob("*")}
+    for trial in range(kills):
+        out, phase = tmp_path / str(trial), PHASES[trial % len(PHASES)]
+        shutil.rmtree(cache, ignore_errors=True)
+        if phase != "build":
+            shutil.copytree(built, cache)
+        entry = chance.randrange(len(undisturbed[phase]))
+        after = chance.uniform(0, undisturbed[phase][entry])
+        code, said, log = watched(out, cache, kill=f"{phase}:{entry}:{after}")
+        assert code == -signal.SIGKILL or trial % len(PHASES) > 3, said  # the shortest may be over before the signal
+        hit.append(log[-1][1] if log[-1][0] == "in" else f"after {log[-1][1]}")
+        finished = {path: path.read_bytes() for path in (out / "runs").glob("*.json.xz")}
+        code, said, _ = watched(out, cache, "--reuse")
+        assert code == 0, said
+        assert {path.name: timeless(path) for path in (out / "runs").iterdir()} == whole
+        assert all(path.read_bytes() == content for path, content in finished.items())  # none was made twice
+        assert sorted(path.name for path in out.iterdir()) == [".lock", "checkpoints", "results.json", "runs"]
+        assert not list(out.glob("checkpoints/*"))
+        assert [path.name for path in (cache / "talk-credit").iterdir()] == ["tiny"]
+    print(f"{kills} kills, all equal; hit: {dict(Counter(hit))}")
 
 
 def test_a_run_that_fails_leaves_the_others_alone(flags: list[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -61,6 +62,8 @@ class Options:
     price: float  # dollars an hour of the card, for the cost table
     trust_remote_code: bool
     command: str
+    ray: str | None = None  # address of the Ray that makes the runs; None: this process does
+    gpus_per_run: float = 1.0
 
     @property
     def wanted(self) -> list[RunName]:
@@ -159,7 +162,7 @@ def run_key(config: Config, fingerprint: str | None) -> dict[str, str | None]:
         "chat": records.digest(config.part("chat")),
         "training": records.digest(config.part("training")),
         "evaluation": records.digest(config.part("evaluation")),
-        "code": records.code_digest(Path(__file__).with_name("recipe.py"), CODE),
+        "code": records.code_digest(Path(inspect.getfile(evaluate)), CODE),
     }
 
 
@@ -488,23 +491,21 @@ def make_runs(
     """Make the runs that are missing, each record written the moment it is whole. A run that fails is reported
     and the others go on. Returns the records and the failures."""
     quiet_libraries()
-    evals, step = config.eval_chats * len(data.heldout), config.problems * config.group
-    chats = sum(config.base_evals * evals if seed is None else config.steps * step + 2 * evals for _, seed in todo)
+    chats = sum(chats_of(run, config, len(data.heldout)) for run in todo)
     made, failed = {}, []
     with Signals() as signals, contextlib.closing(Progress(chats)) as progress:
         about = about_this_start(config, device, options.command)
         lab = Lab(config, options, data, device, key, about, progress, signals)
         started = time.monotonic()
         for arm, seed in todo:
-            expected = expected_minutes(options, arm, made.values())
-            if options.hours is not None and time.monotonic() - started + 60 * expected > 3600 * options.hours:
-                progress.say(f"{run_label(arm, seed)}: not started, it would take about {expected:.1f} minutes")
+            if late := too_late(options, arm, time.monotonic() - started, made.values()):
+                progress.say(f"{run_label(arm, seed)}: {late}")
                 continue
-            if seed is not None and not options.reuse:
-                shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
+            if not options.reuse:
+                forget_checkpoints(options, arm, seed)
             try:
                 record = base_run(lab) if seed is None else train_run(lab, arm, seed)
-                records.write_record(record_path(options, arm, seed), record)
+                made[arm, seed] = keep_record(options, record)
             except UserError:
                 raise  # wrong for every run alike
             except Exception as error:  # whatever it is, it must not take the other runs down
@@ -513,11 +514,36 @@ def make_runs(
                 continue
             finally:
                 free_memory()
-            if seed is not None:
-                shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
-            made[arm, seed] = records.read_record(record_path(options, arm, seed))  # as a later start will see it
             progress.say(one_line(record))
     return made, failed
+
+
+def chats_of(run: RunName, config: Config, heldout: int) -> int:
+    """How many chats a run counts in the progress bar."""
+    sitting = config.eval_chats * heldout
+    training = config.steps * config.problems * config.group
+    return config.base_evals * sitting if run[1] is None else training + 2 * sitting
+
+
+def too_late(options: Options, arm: str, elapsed: float, made: Iterable[dict[str, Any]]) -> str:
+    """Why a run is not started `elapsed` seconds after the start, with --hours; else nothing."""
+    expected = expected_minutes(options, arm, made)
+    if options.hours is None or elapsed + 60 * expected <= 3600 * options.hours:
+        return ""
+    return f"not started, it would take about {expected:.1f} minutes"
+
+
+def forget_checkpoints(options: Options, arm: str, seed: int | None) -> None:
+    if seed is not None:
+        shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
+
+
+def keep_record(options: Options, record: dict[str, Any]) -> dict[str, Any]:
+    """Write a finished run's record and drop its checkpoints. Returns the record as a later start will see it."""
+    name = record["arm"], record["seed"]
+    records.write_record(record_path(options, *name), record)
+    forget_checkpoints(options, *name)
+    return records.read_record(record_path(options, *name))
 
 
 def expected_minutes(options: Options, arm: str, made: Iterable[dict[str, Any]]) -> float:
@@ -543,11 +569,23 @@ def free_memory() -> None:
 
 def report_failure(options: Options, arm: str, seed: int | None, error: Exception) -> str:
     """A failed run in a line; the traceback of an unforeseen error goes to failures.log in the output folder."""
+    return log_failure(options, *describe_failure(arm, seed, error))
+
+
+def describe_failure(arm: str, seed: int | None, error: Exception) -> tuple[str, str]:
+    """A failed run in a line, and the traceback of an unforeseen error."""
     if isinstance(error, NonFiniteError):
-        return str(error)
+        return str(error), ""
     line = f"{run_label(arm, seed)}: {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    return line, "".join(traceback.format_exception(error))
+
+
+def log_failure(options: Options, line: str, trace: str) -> str:
+    """Put a traceback into failures.log. Returns the line, which then says so."""
+    if not trace:
+        return line
     with contextlib.suppress(OSError), open(options.out / "failures.log", "a", encoding="utf-8") as log:
-        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n{''.join(traceback.format_exception(error))}\n")
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n{trace}\n")
         line += f" ({log.name} has the traceback)"
     return line
 
@@ -617,10 +655,14 @@ def experiment(config: Config, options: Options) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("started as one of several processes: a run takes one process and one GPU; start it plainly, "
                         "or one start for each GPU with an --out and arms or seeds of its own")  # fmt: skip
+    if options.ray:
+        import cluster
+
+        cluster.find_ray()  # before anything is loaded
     check_writable(options.out)
     state = records.git_state(Path(__file__).parent)  # now: the tree may change before the runs are done
     with records.only_one(options.out):
-        device = None if options.reuse else pick_device(config)  # before anything is loaded
+        device = None if options.reuse or options.ray else pick_device(config)  # before anything is loaded
         data = load_data(config) if Path(config.data).exists() or not options.reuse else None
         key = run_key(config, data.report["fingerprint"] if data else None)
         usable, todo, reused = sort_runs(options, key, print)
@@ -628,9 +670,12 @@ def experiment(config: Config, options: Options) -> int:
             print(f"reused: {', '.join(reused)}")
         failed: list[str] = []
         if todo:
-            device = device or pick_device(config)
             data = data or load_data(config)
-            made, failed = make_runs(todo, config, options, data, {**key, "data": data.report["fingerprint"]}, device)
+            key = {**key, "data": data.report["fingerprint"]}
+            if options.ray:
+                made, failed = cluster.make_runs(todo, config, options, data, key)
+            else:
+                made, failed = make_runs(todo, config, options, data, key, device or pick_device(config))
             usable |= made
         if not usable:
             print("nothing was finished: no results.json", file=sys.stderr)
@@ -689,6 +734,8 @@ def parser() -> argparse.ArgumentParser:
     add("--out", "folder of runs/ and results.json (this folder; out/tiny with --tiny)", type=Path, metavar="DIR")
     add("--save-every", "steps between checkpoints, 0 for none (20)", type=int, metavar="N", default=20)
     add("--hours", "start no run that would not be done in so many hours", type=float, metavar="H")
+    add("--ray", "make the runs as Ray tasks, here or on the Ray at ADDRESS", nargs="?", const="", metavar="ADDRESS")
+    add("--gpus-per-run", "with --ray, a run's share of a GPU (1.0)", type=float, metavar="SHARE", default=1.0)
     add("--price", "dollars an hour of the card, for the cost table (4.0)", type=float, metavar="DOLLARS", default=4.0)
     add("--trust-remote-code", "let a downloaded model run code of its own", action="store_true")
     parts = dict.fromkeys(f.metadata["part"] for f in dataclasses.fields(Config))
@@ -728,6 +775,8 @@ def configure(words: argparse.Namespace) -> tuple[Config, Options]:
     if tiny and not {"model", "data"} <= set(given):
         paths = stand_in.build_tiny(stand_in.cache_folder(), progress=stand_in.build_bar)
         settings |= {"model": str(paths.model), "data": str(paths.data), "model_name": stand_in.NAME}
+    if not 0 < words.gpus_per_run <= 1:
+        raise UserError(f"--gpus-per-run {words.gpus_per_run:g}: must be above 0 and at most 1")
     options = Options(
         out=out,
         arms=tuple(dict.fromkeys(getattr(words, "arm", TABLE_ARMS))),
@@ -738,5 +787,7 @@ def configure(words: argparse.Namespace) -> tuple[Config, Options]:
         price=words.price,
         trust_remote_code=hasattr(words, "trust_remote_code"),
         command=shlex.join(["python", "recipe.py", *sys.argv[1:]]),
+        ray=(words.ray or os.environ.get("RAY_ADDRESS") or "local") if hasattr(words, "ray") else None,
+        gpus_per_run=words.gpus_per_run,
     )
     return Config(**{**settings, **given}), options

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -110,6 +112,7 @@ def make_lab(order: Order, data: Data, teller: Teller, signals: Signals, alone: 
     import torch
 
     runs.quiet_libraries()
+    teller.advance(0, ": loading")
     with contextlib.suppress(OSError):
         os.chdir(order.folder)
     config, options = order.config, order.options
@@ -131,8 +134,8 @@ def make_lab(order: Order, data: Data, teller: Teller, signals: Signals, alone: 
 
 
 def find_ray() -> Any:
-    """Ray, without its usage statistics. Raises UserError where it is not installed."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    """Ray, without its usage statistics and its servers' own messages. Raises UserError where it is not installed."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
     try:
         import ray
     except ImportError:
@@ -140,18 +143,36 @@ def find_ray() -> Any:
     return ray
 
 
+class Heard(Signals):
+    """Signals that are only noted: an exception raised within a call of Ray comes out as a fault of Ray's."""
+
+    insisted = False
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        self.insisted = self.caught is not None
+        self.caught = self.caught or number
+        first = "what is on finishes its step and saves; once more to stop at once"
+        print("stopping at once" if self.insisted else first, file=sys.stderr)
+
+    def hold(self) -> None:
+        """Take the signals again: ray.init sets a handler of its own for SIGTERM."""
+        for number in self._before:
+            signal.signal(number, self._handle)
+
+
 @contextlib.contextmanager
 def connected(ray: Any, address: str) -> Iterator[None]:
     """While entered, Ray runs here or is the cluster at `address`. Afterwards nothing of this start is left in it."""
-    here = Path(__file__).parent
-    how: dict[str, Any] = {"runtime_env": {"py_modules": [str(here / f"{name}.py") for name in MODULES]}}
-    if address == "local":
-        how |= {"include_dashboard": False, "object_store_memory": 256 * 2**20}  # a record is a few MB
+    files = [str(Path(__file__).with_name(f"{name}.py")) for name in MODULES]
+    how: dict[str, Any] = {"runtime_env": {"py_modules": files}}
+    if address == "local":  # its workers find the modules where this process found them
+        how = {"include_dashboard": False, "object_store_memory": 256 * 2**20}  # a record is a few MB
     try:
         ray.init(address, log_to_driver=False, logging_level="ERROR", **how)
-    except (ConnectionError, RuntimeError, ValueError, ImportError) as error:
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError, ImportError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--ray {address}: {line}") from None
+        hint = "" if address == "local" else " (if it asks for a token, set RAY_AUTH_MODE=token)"
+        raise UserError(f"--ray {address}: {line}{hint}") from None
     try:
         yield
     finally:
@@ -160,16 +181,29 @@ def connected(ray: Any, address: str) -> Iterator[None]:
 
 def resources(ray: Any, config: Config, options: Options) -> tuple[dict[str, float], int]:
     """What a run asks of Ray, and its CPU threads (0: as Ray says)."""
-    import torch
-
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = nodes_of(ray)
     if config.device != "cpu":
         if config.device == "auto" and not any(node.get("GPU") for node in nodes):
             raise UserError("no GPU in this Ray: use --tiny for the whole experiment in small, --device cpu if you can "
                             "wait for days, or --device cuda to wait until a GPU joins")  # fmt: skip
         return {"CPU": 1, "GPU": options.gpus_per_run}, config.threads
-    threads = config.threads or torch.get_num_threads()  # as without Ray: the samples may hang on it
+    threads = config.threads
+    if not threads:  # as many as without Ray: the last bit of a sum may hang on it
+        import torch
+
+        threads = torch.get_num_threads()
     return {"CPU": min(threads, max(node.get("CPU", 0) for node in nodes)), "GPU": 0}, threads
+
+
+def nodes_of(ray: Any) -> list[dict[str, float]]:
+    """What each machine of the cluster has."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def places(nodes: Sequence[dict[str, float]], need: dict[str, float]) -> int:
+    """How many tasks that need so much can be on at once."""
+    asked = {name: amount for name, amount in need.items() if amount}
+    return sum(min(int(node.get(name, 0) / amount + 1e-9) for name, amount in asked.items()) for node in nodes)
 
 
 class Table:
@@ -179,8 +213,14 @@ class Table:
         self, ray: Any, order: Order, options: Options, data: Data, todo: Sequence[RunName], need: dict[str, float],
         progress: Progress,
     ):  # fmt: skip
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         self.ray, self.order, self.options, self.need, self.progress = ray, order, options, need, progress
-        self.data, self.board = ray.put(data), ray.remote(Board).options(num_cpus=0, max_restarts=-1).remote()
+        self.data = ray.put(data)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        board = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)(Board)
+        self.board = board.remote()
+        self.reading = self.board.read.remote()
         self.task = ray.remote(
             num_cpus=need["CPU"], num_gpus=need["GPU"], max_retries=0,
             max_calls=1 if need["GPU"] else 0,  # a process that is kept would keep its part of the card's memory
@@ -200,9 +240,7 @@ class Table:
         starts, as many as can be on."""
         if self.options.hours is None:
             return len(self.chats)
-        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        need = {name: amount for name, amount in self.need.items() if amount}
-        return max(1, sum(min(int(node.get(name, 0) / n + 1e-9) for name, n in need.items()) for node in nodes))
+        return max(1, places(nodes_of(self.ray), self.need))
 
     def submit(self) -> None:
         """Hand waiting runs to Ray."""
@@ -226,17 +264,23 @@ class Table:
 
     def listen(self) -> None:
         """Show what the workers noted."""
-        with contextlib.suppress(self.ray.exceptions.RayError):  # the board's machine was lost: a new one is coming
-            on = set(self.running.values())
-            for (run, attempt), kind, *words in self.ray.get(self.board.read.remote(), timeout=10):
-                if run not in on or attempt != self.tries[run]:
-                    continue  # of a worker that was lost
-                if kind == "advance":
-                    chats, text = words
-                    self.doing[run] = text.partition(": ")[2].partition(",")[0] or self.doing.get(run, "")
-                    self.count(run, chats)
-                else:
-                    getattr(self.progress, kind)(*words)
+        if not self.ray.wait([self.reading], timeout=0.2)[0]:
+            return
+        reading, self.reading = self.reading, self.board.read.remote()
+        try:
+            notes = self.ray.get(reading)
+        except self.ray.exceptions.RayError:
+            return  # the board was lost, with what was on it; Ray makes a new one
+        on = set(self.running.values())
+        for (run, attempt), kind, *words in notes:
+            if run not in on or attempt != self.tries[run]:
+                continue  # of a worker that was lost
+            if kind == "advance":
+                chats, text = words
+                self.doing[run] = text.partition(": ")[2].partition(",")[0] or self.doing.get(run, "")
+                self.count(run, chats)
+            else:
+                getattr(self.progress, kind)(*words)
 
     def count(self, run: RunName, chats: int) -> None:
         self.done[run] += chats
@@ -261,9 +305,9 @@ class Table:
             return None if self.stopping else self.lost(run, RuntimeError("it was told to stop"))
         if outcome.trouble:
             self.trouble = self.trouble or outcome.trouble
-        elif outcome.failure:
+        elif outcome.failure and not self.stopping:  # being stopped can look like a failure; a real one comes again
             self.fail(run, *outcome.failure)
-        else:
+        elif outcome.record:
             self.keep(run, outcome.record)
 
     def keep(self, run: RunName, record: dict[str, Any]) -> None:
@@ -285,7 +329,7 @@ class Table:
         if self.tries[run] > RETRIES:
             return self.fail(run, f"{run_label(*run)}: its worker was lost {self.tries[run]} times",
                              "".join(traceback.format_exception(error)))  # fmt: skip
-        self.progress.say(f"{run_label(*run)}: its worker was lost; it is started again")
+        self.progress.say(f"{run_label(*run)}: its worker was lost ({type(error).__name__}); it is started again")
         self.count(run, -self.done[run])
         self.waiting.insert(0, run)
 
@@ -295,32 +339,30 @@ def make_runs(
 ) -> tuple[dict, list[str]]:
     """As runs.make_runs, as many at a time as Ray has room for."""
     ray = find_ray()
-    runs.quiet_libraries()
     chats = sum(runs.chats_of(run, config, len(data.heldout)) for run in todo)
     out = options.out.resolve()
     marker = out / f".probe.{uuid.uuid4().hex}"
-    # ray.init sets a handler of its own for SIGTERM: the signals are ours before it and, once more, after it
-    with Signals(), contextlib.closing(Progress(chats)) as progress, connected(ray, options.ray), Signals() as signals:
+    with Heard() as signals, contextlib.closing(Progress(chats)) as progress, connected(ray, options.ray):
+        signals.hold()
         need, threads = resources(ray, config, options)
         there = dataclasses.replace(options, out=out, reuse=True)  # checkpoints not to be used are gone by then
-        origin = git_state(Path(__file__).parent)
-        order = Order(config, there, key, origin, Path.cwd(), marker, threads)
+        order = Order(config, there, key, git_state(Path(__file__).parent), Path.cwd(), marker, threads)
         table = Table(ray, order, options, data, todo, need, progress)
-        signals.deferred = True
         marker.touch()
+        progress.advance(0, "waiting for a worker")
         try:
-            while table.waiting or table.running:
+            while (table.waiting or table.running) and not signals.insisted:
+                if not table.stopping and (signals.caught or table.trouble):
+                    table.stop()
                 table.submit()
                 done = ray.wait(list(table.running), timeout=0.3)[0] if table.running else []
                 table.listen()
                 for task in done:
                     table.settle(task)
-                if not table.stopping and (signals.caught is not None or table.trouble):
-                    table.stop()
         finally:
             marker.unlink(missing_ok=True)
+    if signals.caught:
+        raise Interrupted(signals.caught)
     if table.trouble:
         raise UserError(table.trouble)
-    if signals.caught is not None:
-        raise Interrupted(signals.caught)
     return table.made, table.failed

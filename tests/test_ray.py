@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import subprocess
@@ -49,11 +50,15 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that are still there after a while; one that is dead and only not yet fetched is not."""
+
+    def runs_on(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
     for _ in range(100):
-        processes = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        if not processes:
-            break
-        time.sleep(0.1)
+        if processes := list(filter(runs_on, processes)):
+            time.sleep(0.1)
     return processes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import signal
@@ -191,3 +192,14 @@ def test_a_worker_with_another_model_stops_the_start(order: cluster.Order, data:
     other = dataclasses.replace(order, key={**order.key, "model": "another"})
     outcome = cluster.run_task(other, data, Noted(), (("grpo", 17), 0))
     assert "the model differ from those of this start" in outcome.trouble and order.config.model in outcome.trouble
+
+
+def test_a_worker_is_sent_every_module_that_it_imports() -> None:
+    """On a cluster the project's files are elsewhere; what the driver alone imports stays here."""
+    driver = {"report", "tiny", "bench", "selftest"}
+    here = {path.stem for path in Path(cluster.__file__).parent.glob("*.py")}
+    for name in cluster.MODULES:
+        tree = ast.parse(Path(cluster.__file__).with_name(f"{name}.py").read_text())
+        found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        found |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert found & here <= {*cluster.MODULES, *driver}, name

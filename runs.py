@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import os
 import pickle
@@ -66,6 +67,8 @@ class Options:
     price: float  # dollars an hour of the card, for the cost table
     trust_remote_code: bool
     command: str
+    ray: str | None = None  # address of the Ray that makes the runs; None: this process does
+    gpus_per_run: float = 1.0
 
     @property
     def wanted(self) -> list[RunName]:
@@ -181,7 +184,7 @@ def run_key(config: Config, fingerprint: str | None) -> dict[str, str | None]:
         "chat": records.digest(config.part("chat")),
         "training": records.digest(config.part("training")),
         "evaluation": records.digest(config.part("evaluation")),
-        "code": records.code_digest(Path(__file__).with_name("recipe.py"), CODE),
+        "code": records.code_digest(Path(inspect.getfile(evaluate)), CODE),
     }
 
 
@@ -552,24 +555,21 @@ def make_runs(
     Every process of this start goes through here; the first decides and writes. A failure that all of them share, a
     gradient that is not finite, ends the run; after any other they might wait for each other, so the start ends."""
     quiet_libraries()
-    evals, step = config.eval_chats * len(data.heldout), config.problems * config.group
-    chats = sum(config.base_evals * evals if seed is None else config.steps * step + 2 * evals for _, seed in todo)
+    chats = sum(chats_of(run, config, len(data.heldout)) for run in todo)
     made, failed = {}, []
     with Signals() as signals, contextlib.closing(Progress(chats)) as progress:
         about = ranks.broadcast(about_this_start(config, device, options.command) if ranks.is_main() else {})
         lab = Lab(config, options, data, device, key, about, progress, signals)
         started = time.monotonic()
         for arm, seed in todo:
-            expected = expected_minutes(options, arm, made.values())
-            late = options.hours is not None and time.monotonic() - started + 60 * expected > 3600 * options.hours
-            if ranks.broadcast(late):
-                progress.say(f"{run_label(arm, seed)}: not started, it would take about {expected:.1f} minutes")
+            if late := ranks.broadcast(too_late(options, arm, time.monotonic() - started, made.values())):
+                progress.say(f"{run_label(arm, seed)}: {late}")
                 continue
-            if seed is not None and not options.reuse and ranks.is_main():
-                shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
+            if not options.reuse and ranks.is_main():
+                forget_checkpoints(options, arm, seed)
             try:
                 record = base_run(lab) if seed is None else train_run(lab, arm, seed)
-                made[arm, seed] = keep_record(record_path(options, arm, seed), record) if ranks.is_main() else record
+                made[arm, seed] = keep_record(options, record) if ranks.is_main() else record
             except UserError as error:
                 if ranks.world() > 1 or not (made or failed):
                     raise  # wrong for every run alike
@@ -584,23 +584,43 @@ def make_runs(
                 continue
             finally:
                 free_memory()
-            if not ranks.is_main():
-                continue
-            if seed is not None:
-                shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
             progress.say(run_line(record))
     return made, failed
 
 
-def keep_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Write a record and return it as a later start will see it. A damaged one in its place, which was named when
-    the records were read, is set aside. Raises RecordError where it cannot be written."""
+def chats_of(run: RunName, config: Config, heldout: int) -> int:
+    """How many chats a run counts in the progress bar."""
+    sitting = config.eval_chats * heldout
+    training = config.steps * config.problems * config.group
+    return config.base_evals * sitting if run[1] is None else training + 2 * sitting
+
+
+def too_late(options: Options, arm: str, elapsed: float, made: Iterable[dict[str, Any]]) -> str:
+    """Why a run is not started `elapsed` seconds after the start, with --hours; else nothing."""
+    expected = expected_minutes(options, arm, made)
+    if options.hours is None or elapsed + 60 * expected <= 3600 * options.hours:
+        return ""
+    return f"not started, it would take about {expected:.1f} minutes"
+
+
+def forget_checkpoints(options: Options, arm: str, seed: int | None) -> None:
+    if seed is not None:
+        shutil.rmtree(checkpoint_folder(options, arm, seed), ignore_errors=True)
+
+
+def keep_record(options: Options, record: dict[str, Any]) -> dict[str, Any]:
+    """Write a finished run's record and drop its checkpoints. Returns the record as a later start will see it. A
+    damaged one in its place, which was named when the records were read, is set aside. Raises RecordError where it
+    cannot be written."""
+    name = record["arm"], record["seed"]
+    path = record_path(options, *name)
     try:
         if path.exists():
             records.set_aside(path)
         records.write_record(path, record)
     except OSError as error:
         raise records.RecordError(f"{path} could not be written: {error.strerror}") from None
+    forget_checkpoints(options, *name)
     return records.read_record(path)
 
 
@@ -637,20 +657,31 @@ MEMORY = (
 
 def report_failure(options: Options, arm: str, seed: int | None, error: Exception) -> str:
     """A failed run in a line; the traceback of an unforeseen error goes to failures.log in the output folder."""
+    return log_failure(options, *describe_failure(arm, seed, error))
+
+
+def describe_failure(arm: str, seed: int | None, error: Exception) -> tuple[str, str]:
+    """A failed run in a line, and the traceback of an unforeseen error."""
     import torch
 
     label = run_label(arm, seed)
     if isinstance(error, NonFiniteError):
-        return one_line(error, 2000)
+        return one_line(error, 2000), ""
     if isinstance(error, OutOfMemoryError | records.RecordError):
-        return f"{label}: {one_line(error, 2000)}"
+        return f"{label}: {one_line(error, 2000)}", ""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         inside = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         _, where, what = next(row for row in MEMORY if not row[0] or row[0] in inside)
-        return one_line(f"{label}: out of memory{where}: see that nothing else is on the card, or {what}")
-    line = one_line(f"{label}: {cause(error)}", 1000)
+        return one_line(f"{label}: out of memory{where}: see that nothing else is on the card, or {what}"), ""
+    return one_line(f"{label}: {cause(error)}", 1000), "".join(traceback.format_exception(error))
+
+
+def log_failure(options: Options, line: str, trace: str) -> str:
+    """Put a traceback into failures.log. Returns the line, which then says so."""
+    if not trace:
+        return line
     # each line set in, so that no message can pass for an entry of its own
-    details = textwrap.indent(clean("".join(traceback.format_exception(error))), "    ", lambda _: True)
+    details = textwrap.indent(clean(trace), "    ", lambda _: True)
     try:
         with open(options.out / "failures.log", "a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n{details}\n")
@@ -736,10 +767,16 @@ def check_shares(config: Config) -> None:
 def experiment(config: Config, options: Options) -> int:
     """Load, run what is missing, summarize, write results.json, print the table. Returns the exit code."""
     check_shares(config)
+    if options.ray:
+        if ranks.world() > 1:
+            raise UserError("--ray gives each run one process: start it with python recipe.py, without a launcher")
+        import cluster
+
+        cluster.find_ray()  # before anything is loaded
     check_writable(options.out)
     state = records.git_state(Path(__file__).parent)  # now: the tree may change before the runs are done
     with records.only_one(options.out):
-        device = None if options.reuse else pick_device(config)  # before anything is loaded
+        device = None if options.reuse or options.ray else pick_device(config)  # before anything is loaded
         data = load_data(config) if Path(config.data).exists() or not options.reuse else None
         key = run_key(config, data.report["fingerprint"] if data else None)
         usable, todo, reused = sort_runs(options, key, show)
@@ -747,12 +784,15 @@ def experiment(config: Config, options: Options) -> int:
             show(f"reused: {', '.join(reused)}")
         failed: list[str] = []
         if todo:
-            device = device or pick_device(config)
             data = data or load_data(config)
             key = {**key, "data": data.report["fingerprint"]}
+            device = device if device or options.ray else pick_device(config)  # the driver of a cluster may have none
         ranks.broadcast((todo, config, options, data, key))  # follow() waits for it
-        if todo:
+        if todo and options.ray:
+            made, failed = cluster.make_runs(todo, config, options, data, key)
+        elif todo:
             made, failed = make_runs(todo, config, options, data, key, device)
+        if todo:
             usable |= made
         failed += [line for line in read_runs(options, lambda _: None)[1] if line not in failed]
         if usable:
@@ -842,6 +882,8 @@ def parser() -> argparse.ArgumentParser:
     add("--out", "folder of runs/ and results.json (this folder; out/tiny with --tiny)", type=Path, metavar="DIR")
     add("--save-every", "steps between checkpoints, 0 for none (20)", type=int, metavar="N", default=20)
     add("--hours", "start no run that would not be done in so many hours", type=float, metavar="H")
+    add("--ray", "make the runs as Ray tasks, here or on the Ray at ADDRESS", nargs="?", const="", metavar="ADDRESS")
+    add("--gpus-per-run", "with --ray, a run's share of a GPU (1.0)", type=float, metavar="SHARE", default=1.0)
     add("--price", "dollars an hour of the card, for the cost table (4.0)", type=float, metavar="DOLLARS", default=4.0)
     add("--trust-remote-code", "let a downloaded model run code of its own", action="store_true")
     parts = dict.fromkeys(f.metadata["part"] for f in dataclasses.fields(Config))
@@ -883,6 +925,8 @@ def configure(words: argparse.Namespace) -> tuple[Config, Options]:
     if tiny and not {"model", "data"} <= set(given):
         paths = stand_in.build_tiny(stand_in.cache_folder(), progress=stand_in.build_bar)
         settings |= {"model": str(paths.model), "data": str(paths.data), "model_name": stand_in.NAME}
+    if not 0 < words.gpus_per_run <= 1:
+        raise UserError(f"--gpus-per-run {words.gpus_per_run:g}: must be above 0 and at most 1")
     options = Options(
         out=out,
         arms=tuple(dict.fromkeys(getattr(words, "arm", TABLE_ARMS))),
@@ -893,5 +937,7 @@ def configure(words: argparse.Namespace) -> tuple[Config, Options]:
         price=words.price,
         trust_remote_code=hasattr(words, "trust_remote_code"),
         command=shlex.join(["python", "recipe.py", *sys.argv[1:]]),
+        ray=(words.ray or os.environ.get("RAY_ADDRESS") or "local") if hasattr(words, "ray") else None,
+        gpus_per_run=words.gpus_per_run,
     )
     return Config(**{**settings, **given}), options

@@ -37,11 +37,13 @@ PIECES = (
 
 
 def texts(seed: int) -> Iterator[str]:
-    """Texts of up to 30 pieces; a few have one piece five hundred times, or any characters at all."""
+    """Texts of up to 30 pieces; a few are one piece five hundred times, long sums, or any characters at all."""
     draw = random.Random(seed)
     for number in range(MANY):
         if number % 50 == 10:
             yield draw.choice(PIECES) * 500
+        elif number % 50 == 11:
+            yield "/".join(draw.choices("123456789", k=draw.randrange(40)))
         elif number % 20 == 0:
             yield "".join(chr(draw.randrange(0x110000)) for _ in range(draw.randrange(40)))
         else:

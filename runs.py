@@ -783,10 +783,13 @@ def experiment(config: Config, options: Options) -> int:
         if reused:
             show(f"reused: {', '.join(reused)}")
         failed: list[str] = []
+        not_tried: list[RunName] = []
+        if todo and not device and not options.ray:  # the driver of a cluster may have none
+            device = device_or_not(config, bool(usable))
+            todo, not_tried = (todo, []) if device else ([], todo)
         if todo:
             data = data or load_data(config)
             key = {**key, "data": data.report["fingerprint"]}
-            device = device if device or options.ray else pick_device(config)  # the driver of a cluster may have none
         ranks.broadcast((todo, config, options, data, key))  # follow() waits for it
         if todo and options.ray:
             made, failed = cluster.make_runs(todo, config, options, data, key)
@@ -803,7 +806,18 @@ def experiment(config: Config, options: Options) -> int:
         print(f"failed: {one_line(line, 2000)}", file=sys.stderr)
     if failed:
         print(f"go on with: {options.command}{'' if options.reuse else ' --reuse'}", file=sys.stderr)
-    return 1 if failed or not usable else 0
+    return 1 if failed or not_tried or not usable else 0
+
+
+def device_or_not(config: Config, table_without: bool) -> str | None:
+    """The device to make runs on. Where there is none, None if a table can be made without them, which is said."""
+    try:
+        return pick_device(config)
+    except UserError as error:
+        if not table_without:
+            raise
+        print(f"{error}: the table is made of the runs that are there", file=sys.stderr)
+        return None
 
 
 def write_results(

@@ -46,7 +46,7 @@ from recipe import (
     talk_measures,
 )
 from records import record_name, run_label, write_whole
-from words import answer, clean, climb, learned, mean_of, partial_words
+from words import answer, clean, climb, gaps, learned, mean_of, partial_words
 
 FORMAT = 1
 MAX_BYTES = 60_000
@@ -934,9 +934,9 @@ def in_words(results: Json) -> list[str]:
         if known:
             sentences.append(f"Matched seeds against {BASELINE}, {partner.replace('_', ' ')}: {'; '.join(known)}.")
     flags = [delta["flag"] for both in results["deltas"].values() for delta in both.values() if delta["flag"]]
-    gaps = [*results["header"]["partial"], *results["header"]["failed"]]
+    missing = gaps(results)
     sentences += [f"* {'; '.join(flags)}."] if flags else []
-    return [*sentences, results["reliability"]["words"], *([f"Partial: {'; '.join(gaps)}."] if gaps else [])]
+    return [*sentences, results["reliability"]["words"], *([f"Partial: {'; '.join(missing)}."] if missing else [])]
 
 
 # ---------------------------------------------------------------------------------------------- README
@@ -972,9 +972,14 @@ def _speed_table(benchmark: Json) -> str:
 
 
 def _answer(results: Json) -> str:
-    model, seeds = results["header"]["model"]["id"], results["header"]["seeds"]
-    found = " ".join(answer(results))
-    return f"{found} (Model: {model}; seeds {', '.join(map(str, seeds))}.) {partial_words(results)}".strip()
+    model, words = results["header"]["model"]["id"], seed_words(results)
+    return f"{' '.join(answer(results))} (Model: {model}; {words}.) {partial_words(results)}".strip()
+
+
+def seed_words(results: Json) -> str:
+    """The training seeds that there are."""
+    seeds = sorted({seed for row in results["arms"].values() for seed in row["seeds"] if row["partner"] != "untrained"})
+    return f"seed{'s' * (len(seeds) != 1)} {', '.join(map(str, seeds))}" if seeds else "no training seed yet"
 
 
 def _climb_table(results: Json) -> str:
@@ -989,7 +994,7 @@ def _result_table(results: Json) -> str:
     head, unit = results["header"], results["cost"]["unit"]
     heads = ["method", "team solves it", "per seed", "with an untrained partner", "sends own facts", "uses partner's",
              f"{unit} a seed", f"against {BASELINE}"]  # fmt: skip
-    where = (f"{head['model']['id']} on {head['device']}, seeds {', '.join(map(str, head['seeds']))}, "
+    where = (f"{head['model']['id']} on {head['device']}, {seed_words(results)}, "
              f"commit {(head.get('commit') or 'unknown')[:12]}.")  # fmt: skip
     words = " ".join([where, *in_words(results)]).replace("*", "\\*")
     return f"{markdown(heads, _table_rows(results))}\n\n{words}"

@@ -3,6 +3,7 @@ and the README; needs the standard library alone."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -136,10 +137,30 @@ def answer(results: Json) -> tuple[str, str]:
     return first, f"{second} {listed(list(words.values()))}, and {why}."
 
 
+def gaps(results: Json) -> list[str]:
+    """What is missing and what failed, a phrase each; runs that are missing are gathered by their seeds."""
+    absent: dict[str, list[str]] = {}
+    others: list[str] = []
+    for phrase in map(str, [*results["header"]["partial"], *results["header"]["failed"]]):
+        if found := re.fullmatch(r"(\w+) seed (\d+) is missing", phrase, re.ASCII):
+            absent.setdefault(found[1], []).append(found[2])
+        else:
+            others.append(phrase)
+    together: dict[tuple[str, ...], list[str]] = {}
+    for arm, seeds in absent.items():
+        together.setdefault(tuple(seeds), []).append(arm)
+    runs = [
+        f"{listed(arms)} seed{'s' * (len(seeds) > 1)} {listed(seeds)} {'is' if len(arms) * len(seeds) == 1 else 'are'}"
+        " missing"
+        for seeds, arms in together.items()
+    ]
+    return [*runs, *others]
+
+
 def partial_words(results: Json) -> str:
     """One line on what is missing; empty if nothing is."""
-    missing = [*results["header"]["partial"], *results["header"]["failed"]]
-    return f"Partial results: {one_line('; '.join(map(str, missing)), 1000)}." if missing else ""
+    missing = gaps(results)
+    return f"Partial results: {one_line('; '.join(missing), 1000)}." if missing else ""
 
 
 def learned(results: Json) -> list[str]:

@@ -639,3 +639,21 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
     assert "from 0.10 to 0.25 to 0.30" in first and "sends 0.50 of" in first and "0.80 to 0.90 after" in first
     assert "score 0.15." in second
     assert "RAFT −0.05 [−0.09, −0.01] can be told apart from GRPO" in third and third.endswith("R.")
+
+
+def test_what_is_missing_is_gathered_by_seeds() -> None:
+    header = {"partial": ["untrained is missing: no noise floor", "grpo seed 18 is missing", "ada seed 18 is missing",
+                          "ada seed 19 is missing", "grpo seed 19 is missing", "raft seed 19 is missing"],
+              "failed": ["mixed seed 17: stopped"]}  # fmt: skip
+    assert words.gaps({"header": header}) == [
+        "grpo and ada seeds 18 and 19 are missing", "raft seed 19 is missing", "untrained is missing: no noise floor",
+        "mixed seed 17: stopped",
+    ]  # fmt: skip
+
+
+def test_the_seeds_named_are_those_that_there_are() -> None:
+    base, found = fake_runs.make(problems=6, steps=2, arms=["grpo"])
+    found = {name: record for name, record in found.items() if name[1] == 18}
+    results = report.summarize(base, found, fake_runs.HEADER, ["grpo"], [17, 18, 19], 4.0)
+    answer = report.readme_tables(results)["answer"]
+    assert "; seed 18.) Partial results: grpo seeds 17 and 19 are missing." in answer

@@ -141,7 +141,7 @@ def gaps(results: Json) -> list[str]:
     """What is missing and what failed, a phrase each; runs that are missing are gathered by their seeds."""
     absent: dict[str, list[str]] = {}
     others: list[str] = []
-    for phrase in map(str, [*results["header"]["partial"], *results["header"]["failed"]]):
+    for phrase in map(str, results["header"]["partial"]):
         if found := re.fullmatch(r"(\w+) seed (\d+) is missing", phrase, re.ASCII):
             absent.setdefault(found[1], []).append(found[2])
         else:
@@ -154,7 +154,7 @@ def gaps(results: Json) -> list[str]:
         " missing"
         for seeds, arms in together.items()
     ]
-    return [*runs, *others]
+    return [*others, *runs, *map(str, results["header"]["failed"])]
 
 
 def partial_words(results: Json) -> str:

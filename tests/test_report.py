@@ -646,7 +646,7 @@ def test_what_is_missing_is_gathered_by_seeds() -> None:
                           "ada seed 19 is missing", "grpo seed 19 is missing", "raft seed 19 is missing"],
               "failed": ["mixed seed 17: stopped"]}  # fmt: skip
     assert words.gaps({"header": header}) == [
-        "grpo and ada seeds 18 and 19 are missing", "raft seed 19 is missing", "untrained is missing: no noise floor",
+        "untrained is missing: no noise floor", "grpo and ada seeds 18 and 19 are missing", "raft seed 19 is missing",
         "mixed seed 17: stopped",
     ]  # fmt: skip
 

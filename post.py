@@ -43,6 +43,7 @@ from words import (
     row_of,
     score_words,
     spread,
+    training_seeds,
 )
 
 if TYPE_CHECKING:  # matplotlib and whileai are imported where they are used: a refused file costs no second
@@ -352,6 +353,7 @@ def context(results: Json, charts: dict[str, Json]) -> Json:
     scores = {arm: results["arms"][arm]["mean"]["value"] or 0 for arm in chats if arm in results["arms"]}
     return {
         "r": results, "h": results["header"], "first": first, "second": second, "partial": partial_words(results),
+        "seeds": training_seeds(results),
         "rows": rows, "chats": chats, "opened": {"untrained", max(scores, key=scores.__getitem__, default="")},
         "partners": PARTNERS, "changes": CHANGES, "glyphs": {arm: GLYPHS[marker] for arm, (_, marker) in LOOKS.items()},
         "curve_notes": {f"curve-{m.replace('_', '-')}": note for m, (_, note) in CURVES.items()},

@@ -46,7 +46,7 @@ from recipe import (
     talk_measures,
 )
 from records import record_name, run_label, write_whole
-from words import answer, clean, climb, gaps, learned, mean_of, partial_words
+from words import answer, clean, climb, gaps, learned, mean_of, partial_words, seed_words
 
 FORMAT = 1
 MAX_BYTES = 60_000
@@ -974,12 +974,6 @@ def _speed_table(benchmark: Json) -> str:
 def _answer(results: Json) -> str:
     model, words = results["header"]["model"]["id"], seed_words(results)
     return f"{' '.join(answer(results))} (Model: {model}; {words}.) {partial_words(results)}".strip()
-
-
-def seed_words(results: Json) -> str:
-    """The training seeds that there are."""
-    seeds = sorted({seed for row in results["arms"].values() for seed in row["seeds"] if row["partner"] != "untrained"})
-    return f"seed{'s' * (len(seeds) != 1)} {', '.join(map(str, seeds))}" if seeds else "no training seed yet"
 
 
 def _climb_table(results: Json) -> str:

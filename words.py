@@ -157,6 +157,17 @@ def gaps(results: Json) -> list[str]:
     return [*others, *runs, *map(str, results["header"]["failed"])]
 
 
+def training_seeds(results: Json) -> list[int]:
+    """The training seeds that there are."""
+    return sorted({seed for row in results["arms"].values() for seed in row["seeds"] if row["partner"] != "untrained"})
+
+
+def seed_words(results: Json) -> str:
+    """The training seeds that there are, as a phrase."""
+    seeds = training_seeds(results)
+    return f"seed{'s' * (len(seeds) != 1)} {', '.join(map(str, seeds))}" if seeds else "no training seed yet"
+
+
 def partial_words(results: Json) -> str:
     """One line on what is missing; empty if nothing is."""
     missing = gaps(results)

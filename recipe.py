@@ -1056,7 +1056,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal without "±" must not end a run
     try:
-        code = act(words)
+        with runs.Signals():  # from the first moment, not only while runs are made
+            code = act(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read along (head, less) has left; runs made so far are in runs/

@@ -415,6 +415,7 @@ def _hold(tasks: Sequence[Callable[[], Any]]) -> None:
     # a killed parent takes its workers along: they hold its lock on the output folder (1 is PR_SET_PDEATHSIG)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how the parent ends it
 
 
 def _work(number: int) -> Any:

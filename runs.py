@@ -184,7 +184,7 @@ def run_key(config: Config, fingerprint: str | None) -> dict[str, str | None]:
         "chat": records.digest(config.part("chat")),
         "training": records.digest(config.part("training")),
         "evaluation": records.digest(config.part("evaluation")),
-        "code": records.code_digest(Path(inspect.getfile(evaluate)), CODE),
+        "code": records.code_digest(Path(inspect.getfile(Config)), CODE),
     }
 
 

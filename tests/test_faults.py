@@ -503,12 +503,18 @@ def test_a_second_ctrl_c_stops_at_once(
     assert "going on after step 1" in capfd.readouterr().out and same(tmp_path, done, "untrained", "raft-s17")
 
 
-def test_ctrl_c_before_the_runs_is_a_line(
-    start: Callable[..., int], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runs, "load_data", lambda _: os.kill(os.getpid(), signal.SIGINT))
-    assert start(tmp_path) == 130
-    assert capsys.readouterr().err.startswith("interrupted by SIGINT: what is finished is safe")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("where", ["load_data", "write_results"])
+def test_a_signal_before_or_after_the_runs_is_a_line(
+    number: int, code: int, where: str, start: Callable[..., int], done: Path, tmp_path: Path, capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    shutil.copytree(done / "runs", tmp_path / "runs")
+    before = signal.getsignal(number)
+    monkeypatch.setattr(runs, where, lambda *_: os.kill(os.getpid(), number))
+    assert start(tmp_path, "--reuse") == code
+    assert f"interrupted by {signal.Signals(number).name}: what is finished is safe" in capsys.readouterr().err
+    assert signal.getsignal(number) == before
 
 
 # ------------------------------------------------------------------------------------------- bad numbers, memory

@@ -969,7 +969,14 @@ def _speed_table(benchmark: Json) -> str:
     versions = about["versions"]
     words = (f"{about['device']}, {about['model']['id']}, {about['model']['loaded_as']}, torch {versions['torch']}, "
              f"transformers {versions['transformers']}, TRL {versions['trl']}, {about['date'][:10]}.")  # fmt: skip
-    return f"{markdown(['work', 'measured', 'and'], rows)}\n\n{words}"
+    checks = []
+    for check in benchmark.get("checks", []):
+        found = "; ".join(f"{name}: {value}" for name, value in check["found"].items())
+        line = f"- `{check['command']}`, {check['device']}, torch {check['torch']}, {check['date']}: "
+        line += f"{check['passed']} passed, {len(check['failed'])} failed"
+        checks.append(f"{line}. {found}" if found else line)
+    last = "\n".join(["\n\nThe tests that need a GPU, as they last ran:\n", *checks]) if checks else ""
+    return f"{markdown(['work', 'measured', 'and'], rows)}\n\n{words}{last}".rstrip()
 
 
 def _answer(results: Json) -> str:

@@ -1,6 +1,6 @@
 """The fast generator on a GPU: is it right, and how fast is it?
 
-    python tests/gpu_decode.py [MODEL_DIR] [--data DIR] [--out result.json]
+    python tests/gpu_decode.py [MODEL_DIR] [--data DIR] [--out result.json] [--report benchmark.json]
 
 Without a directory: random weights in the shape of Qwen2.5-1.5B. With one, and with --data, 300 chats of the
 untrained pair are played through the fast generator and through transformers' `generate`: the scores must agree
@@ -424,7 +424,8 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--data", help="folder with train.jsonl and test.jsonl: compare scores too")
     parser.add_argument("--out")
-    parser.add_argument("--score-only", action="store_true")
+    parser.add_argument("--report", type=Path, help="a benchmark report, to which what came out is added")
+    parser.add_argument("--score-only", action="store_true", help="the scores alone")
     parser.add_argument("--quick", action="store_true", help="the small checks only")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -436,23 +437,41 @@ def main() -> None:
         with check("the untrained score through both generators"):
             check_score(args.model, args.data)
     if args.score_only:
-        return finish(began, args.out)
+        return finish(began, args.out, args.report)
     if device.type == "cuda":
         with check("operations at full size"), torch.inference_mode():
             check_operations(device)
     check_small(device)
     if device.type == "cuda" and not args.quick:
         large(args.model, device)
-    finish(began, args.out)
+    finish(began, args.out, args.report)
 
 
-def finish(began: float, out: str | None) -> None:
+def finish(began: float, out: str | None, report: Path | None) -> None:
     note("seconds in all", round(time.perf_counter() - began, 1))
     failed = [k for k, v in RESULTS.items() if str(v).startswith("FAIL")]
     note("failed", failed)
     if out:
         Path(out).write_text(json.dumps(RESULTS, indent=1, default=str) + "\n")
+    if report:
+        whole = json.loads(report.read_text())
+        whole["checks"] = [*whole.get("checks", []), in_short(RESULTS)]
+        report.write_text(json.dumps(whole, indent=1) + "\n")
     sys.exit(bool(failed))
+
+
+def in_short(results: dict[str, object]) -> dict[str, object]:
+    """What the benchmark report keeps: where and when, how many checks passed, and how the scores compare."""
+    flags = [word for word in sys.argv[1:] if word in ("--quick", "--score-only")]
+    scores = {name.strip(): value for name, value in results.items() if "score," in name or "same mess" in name
+              or "paired" in name}  # fmt: skip
+    return {
+        "command": " ".join(["python tests/gpu_decode.py", *flags]),
+        **{name: results[name] for name in ("device", "torch", "date")},
+        "passed": sum(value == "ok" for value in results.values()),
+        "failed": results["failed"],
+        "found": scores,
+    }
 
 
 def large(directory: str | None, device: torch.device) -> None:

@@ -22,7 +22,8 @@ import recipe
 import records
 import runs
 from data import Data, load_data
-from recipe import ARMS, Arm, Config, Plan, Row, Stream, keep_balanced, play_chats
+from options import Options
+from recipe import ARMS, TABLE_ARMS, Arm, Config, Plan, Row, Stream, keep_balanced, play_chats
 
 ENDLESS = -1  # an end-of-turn id that is never sampled
 MEMORY_BANDWIDTH = 4.3e12  # bytes/s, a device-to-device copy measured on an H200
@@ -36,6 +37,7 @@ def alternate(rewards_K: Sequence[float], rewards_D: Sequence[float]) -> list[fl
 WORST = {
     "grpo": Arm("every row trained", alternate),
     "ada": Arm("all rounds drawn, every kept row trained", alternate, keep_balanced, rounds=None),
+    "mixed": Arm("every row trained, B untrained in half", alternate, untrained_half=True),
 }
 
 
@@ -72,14 +74,14 @@ def arms_of_the_worst_case() -> Iterator[None]:
 class Bench:
     """The parts that every measurement shares: a trainer on the model at hand, prompts as long as a chat's."""
 
-    def __init__(self, config: Config, options: runs.Options, data: Data):
+    def __init__(self, config: Config, options: Options, data: Data):
         self.config, self.options, self.data = config, options, data
         read = since_start()
         self.device = runs.pick_device(config)
         runs.quiet_libraries()
         self.model, self.tokenizer, self.template = runs.load_model(config, self.device, options.trust_remote_code)
         self.rows: list[dict[str, Any]] = []
-        self.start = {"data": round(read, 1), "model": round(since_start() - read, 1)}
+        self.start = {"imports_and_data": round(read, 1), "model": round(since_start() - read, 1)}
 
     def trainer(self, arm: str, endless: bool, steps: int, model: Any = None) -> Any:
         """A trainer of `steps` steps, whose messages never end if `endless`."""
@@ -216,18 +218,15 @@ class Bench:
 def estimate(bench: Bench, start: float, steps: dict[str, dict[str, float]], evaluation: float) -> dict[str, float]:
     """Minutes that a seed of each arm, the base and the whole table would take, at the caps."""
     config, seeds = bench.config, len(bench.options.seeds)
-    grpo = start + config.steps * steps["grpo"]["total"] + 2 * evaluation
-    ada = start + config.steps * steps["ada"]["total"] + 2 * evaluation
-    table = seeds * (3 * grpo + ada) + config.base_evals * evaluation
-    for what, seconds in (
-        ("a grpo, raft or mixed seed", grpo),
-        ("an ada seed", ada),
-        (f"the table, {seeds} seeds", table),
-    ):
+    run = {arm: start + config.steps * step["total"] + 2 * evaluation for arm, step in steps.items()}
+    run["raft"] = run["grpo"]
+    base = start + config.base_evals * evaluation
+    spans = {"a grpo or raft seed": run["grpo"], "an ada seed": run["ada"], "a mixed seed": run["mixed"],
+             f"the table, {seeds} seeds": seeds * sum(run[arm] for arm in TABLE_ARMS) + base}  # fmt: skip
+    for what, seconds in spans.items():
         dollars = round(seconds / 3600 * bench.options.price, 2)
         bench.note(f"{what}, estimated at the caps", seconds / 60, "min", dollars=dollars)
-    base = start + config.base_evals * evaluation
-    return {"grpo": grpo / 60, "raft": grpo / 60, "mixed": grpo / 60, "ada": ada / 60, "untrained": base / 60}
+    return {name: seconds / 60 for name, seconds in {**run, "untrained": base}.items()}
 
 
 def since_start() -> float:
@@ -237,19 +236,19 @@ def since_start() -> float:
     return time.time() - psutil.Process().create_time()
 
 
-def main(config: Config, options: runs.Options) -> int:
+def main(config: Config, options: Options) -> int:
     """Measure, print row by row, and write benchmark.json."""
-    bench = Bench(config, options, load_data(config))
-    begun = since_start()
+    with runs.hashing(config.model):
+        data = load_data(config)
+    bench = Bench(config, options, data)
     about = runs.about_this_start(config, bench.device, options.command)
     print(f"{about['device']}, {about['model']['id']}, torch {about['versions']['torch']}")
-    hashed = since_start()
+    made = since_start()
     trainer = bench.trainer("grpo", endless=False, steps=1, model=bench.model)
     trainer.train()
     first = trainer.history[0]
     start = since_start() - first.seconds
-    bench.note("start to first step, model on disk", start, "s", **bench.start, hash=round(hashed - begun, 1),
-               trainer=round(start - hashed, 1))  # fmt: skip
+    bench.note("start to first step, model on disk", start, "s", **bench.start, trainer=round(start - made, 1))
     bench.note("the first grpo step, the model's own lengths", first.seconds, "s", sampled_tokens=first.sampled_tokens)
     bench.evaluation(trainer, "the model's own lengths")
     never_end(trainer)
@@ -258,7 +257,7 @@ def main(config: Config, options: runs.Options) -> int:
     evaluation = bench.evaluation(trainer, "at the caps")
     trainer.generator.release()
     del trainer
-    steps = {arm: bench.steps_of(arm) for arm in ("grpo", "ada")}
+    steps = {arm: bench.steps_of(arm) for arm in WORST}
     bench.note("an ada step over a grpo step", steps["ada"]["total"] / steps["grpo"]["total"], "x")
     minutes = {arm: round(m, 2) for arm, m in estimate(bench, start, steps, evaluation).items()}
     report = {"about": about, "config": dataclasses.asdict(config), "rows": bench.rows, "minutes": minutes}

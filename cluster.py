@@ -24,12 +24,16 @@ from typing import Any
 
 import runs
 from data import Data
+from options import Options, RunName
 from recipe import Config, UserError
 from records import git_state, run_label
-from runs import Interrupted, Lab, Options, Progress, RunName, Signals
+from runs import Interrupted, Lab, Progress, Signals
 
 # what a worker needs to make a run; Ray takes these files to wherever the worker is
-MODULES = ("cluster", "runs", "recipe", "records", "data", "facts", "grading", "decode", "fuse", "ranks", "words")
+MODULES = (
+    "cluster", "runs", "options", "recipe", "records", "data", "facts", "grading", "decode", "ops", "fuse", "ranks",
+    "words",
+)  # fmt: skip
 RETRIES = 3  # times that a run whose worker was lost is started again
 
 

@@ -15,8 +15,9 @@ and both are paid the same team reward: the share of the two answers that are ri
     python recipe.py              four arms x three seeds on a GPU (--reuse: take finished runs as they are)
 
 Sections: config, task, chat, credit, trainer, evaluation, main. Around them: facts.py and grading.py read problems
-and answers, data.py the data set; decode.py samples; runs.py makes and reuses runs, ranks.py shares one between
-processes, records.py writes their files; report.py holds the statistics and the table.
+and answers, data.py the data set; decode.py samples (ops.py: its operations), fuse.py makes the update cheap; runs.py
+makes and reuses runs, ranks.py shares one between processes, cluster.py makes them with Ray, records.py writes their
+files; report.py holds the statistics and the table.
 """
 
 from __future__ import annotations
@@ -1050,8 +1051,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     import records
     import report
     import runs
+    from options import parser
 
-    words = runs.parser().parse_args(argv)
+    words = parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal without "±" must not end a run
@@ -1083,6 +1085,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def act(words: Any) -> int:
     """What the command line asks for; returns the exit code."""
     import runs
+    from options import configure
 
     ranks.join()
     if not ranks.is_main():
@@ -1094,7 +1097,7 @@ def act(words: Any) -> int:
         import selftest
 
         return selftest.main()
-    config, options = runs.configure(words)
+    config, options = configure(words)
     if hasattr(words, "plan"):
         return runs.plan(config, options)
     if hasattr(words, "bench"):

@@ -1,9 +1,8 @@
-"""What surrounds the recipe: the model from disk or hub, which runs are still good, making the missing
-ones, the command line. What a run *is* stands in recipe.py; how its files are written, in records.py."""
+"""What surrounds the recipe: the model from disk or hub, which runs are still good, making the missing ones. What a
+run *is* stands in recipe.py; what was asked for, in options.py; how files are written, in records.py."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -13,14 +12,14 @@ import json
 import os
 import pickle
 import re
-import shlex
 import shutil
 import signal
 import sys
 import textwrap
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ from typing import Any
 import ranks
 import records
 from data import Data, load_data
+from options import Options, RunName
 from recipe import (
     ARMS,
     BASELINE,
-    QUESTION,
     TABLE_ARMS,
     ChatTemplate,
     Config,
@@ -44,36 +43,11 @@ from recipe import (
     chat_json,
     credited_json,
     evaluate,
-    flag,
     make_trainer,
     problems_json,
 )
 from records import record_name, run_label
 from words import clean, one_line
-
-RunName = tuple[str, int | None]  # arm and seed; ("untrained", None) is the evaluation of the base
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to run and where, beside the numbers of Config."""
-
-    out: Path
-    arms: tuple[str, ...]
-    seeds: tuple[int, ...]
-    reuse: bool
-    save_every: int
-    hours: float | None  # time left: no run is started that would not be done by then
-    price: float  # dollars an hour of the card, for the cost table
-    trust_remote_code: bool
-    command: str
-    ray: str | None = None  # address of the Ray that makes the runs; None: this process does
-    gpus_per_run: float = 1.0
-
-    @property
-    def wanted(self) -> list[RunName]:
-        """Every run of the table that is asked for, the untrained pair first."""
-        return [("untrained", None), *((arm, seed) for arm in self.arms for seed in self.seeds)]
 
 
 @dataclass(frozen=True)
@@ -168,6 +142,23 @@ def weights_digest(model: str) -> str | None:
         with open(path, "rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def hashing(model: str) -> Iterator[None]:
+    """While entered, the weights are hashed by a thread: when it is left weights_digest knows, and the files are in
+    the page cache."""
+
+    def quietly() -> None:
+        with contextlib.suppress(OSError):  # whoever asks for it next gets to hear of it
+            weights_digest(model)
+
+    thread = threading.Thread(target=quietly)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def run_key(config: Config, fingerprint: str | None) -> dict[str, str | None]:
@@ -777,7 +768,8 @@ def experiment(config: Config, options: Options) -> int:
     state = records.git_state(Path(__file__).parent)  # now: the tree may change before the runs are done
     with records.only_one(options.out):
         device = None if options.reuse or options.ray else pick_device(config)  # before anything is loaded
-        data = load_data(config) if Path(config.data).exists() or not options.reuse else None
+        with hashing(config.model):
+            data = load_data(config) if Path(config.data).exists() or not options.reuse else None
         key = run_key(config, data.report["fingerprint"] if data else None)
         usable, todo, reused = sort_runs(options, key, show)
         if reused:
@@ -870,88 +862,3 @@ def check_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(f"--out {folder} cannot be written ({error.strerror}): give a folder that can") from None
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line: a few flags of what to run, then one for each field of Config."""
-    top = argparse.ArgumentParser(
-        prog="recipe.py",
-        description=QUESTION,
-        usage="recipe.py [--tiny] [--arm ARM] [--reuse] [--out DIR] [flags below]",
-    )
-    what = top.add_argument_group("what to run")
-
-    def add(name: str, sentence: str, **how: Any) -> None:
-        what.add_argument(name, help=sentence, **{"default": argparse.SUPPRESS, **how})
-
-    arms = ", ".join(ARMS)
-    add("--tiny", "the whole experiment in small: a stand-in model, made here, on the CPU", action="store_true")
-    add("--selftest", "check the rules on worked examples (no torch, seconds) and leave", action="store_true")
-    add("--plan", "say what would run, what is reused and about how long it takes, and leave", action="store_true")
-    add("--bench", "measure what the experiment costs on this machine, beside the published way", action="store_true")
-    add("--arm", f"an arm to run, repeatable: {arms} (the first four if none is given)", action="append",
-        choices=list(ARMS), metavar="ARM")  # fmt: skip
-    add("--seeds", "training seeds (17 18 19)", nargs="+", type=int, metavar="SEED", default=[17, 18, 19])
-    add("--reuse", "take finished runs from their records, and settings not given too", action="store_true")
-    add("--out", "folder of runs/ and results.json (this folder; out/tiny with --tiny)", type=Path, metavar="DIR")
-    add("--save-every", "steps between checkpoints, 0 for none (20)", type=int, metavar="N", default=20)
-    add("--hours", "start no run that would not be done in so many hours", type=float, metavar="H")
-    add("--ray", "make the runs as Ray tasks, here or on the Ray at ADDRESS", nargs="?", const="", metavar="ADDRESS")
-    add("--gpus-per-run", "with --ray, a run's share of a GPU (1.0)", type=float, metavar="SHARE", default=1.0)
-    add("--price", "dollars an hour of the card, for the cost table (4.0)", type=float, metavar="DOLLARS", default=4.0)
-    add("--trust-remote-code", "let a downloaded model run code of its own", action="store_true")
-    parts = dict.fromkeys(f.metadata["part"] for f in dataclasses.fields(Config))
-    groups = {part: top.add_argument_group(part) for part in parts}
-    for f in dataclasses.fields(Config):
-        shown = str(f.default) if len(str(f.default)) < 40 else str(f.default)[:30] + "..."
-        sentence = f"{f.metadata['help']} ({shown})".replace("%", "%%").replace("\n", " ")
-        how: dict[str, Any] = {"type": type(f.default), "metavar": f.name.rsplit("_", 1)[-1].upper()}
-        if isinstance(f.default, bool):
-            how = {"action": argparse.BooleanOptionalAction}
-        groups[f.metadata["part"]].add_argument(flag(f.name), default=argparse.SUPPRESS, help=sentence, **how)
-    return top
-
-
-def recorded_config(out: Path) -> dict[str, Any]:
-    """The settings of the records in a folder (the untrained pair's if it is there); {} without records."""
-    for path in sorted((out / "runs").glob("*.json.xz"), key=lambda p: p.name != "untrained.json.xz"):
-        with contextlib.suppress(records.RecordError):
-            config = records.read_record(path).get("config")
-            if isinstance(config, dict):
-                return config
-    return {}
-
-
-def configure(words: argparse.Namespace) -> tuple[Config, Options]:
-    """Settings from, in rising order: the defaults, --tiny's, the records' (with --reuse), the flags given."""
-    fields = {f.name for f in dataclasses.fields(Config)}
-    given = {name: value for name, value in vars(words).items() if name in fields}
-    tiny, reuse = hasattr(words, "tiny"), hasattr(words, "reuse")
-    out = getattr(words, "out", Path("out/tiny") if tiny else Path("."))
-    settings: dict[str, Any] = {}
-    if tiny:
-        import tiny as stand_in
-
-        settings |= {**stand_in.TINY, "device": "cpu", "threads": 1}
-    if reuse:
-        kept = {"model_name", *(f.name for f in dataclasses.fields(Config) if f.metadata["part"] != "machine")}
-        settings |= {name: value for name, value in recorded_config(out).items() if name in kept}
-    if tiny and not {"model", "data"} <= set(given):
-        paths = stand_in.build_tiny(stand_in.cache_folder(), progress=stand_in.build_bar)
-        settings |= {"model": str(paths.model), "data": str(paths.data), "model_name": stand_in.NAME}
-    if not 0 < words.gpus_per_run <= 1:
-        raise UserError(f"--gpus-per-run {words.gpus_per_run:g}: must be above 0 and at most 1")
-    options = Options(
-        out=out,
-        arms=tuple(dict.fromkeys(getattr(words, "arm", TABLE_ARMS))),
-        seeds=tuple(dict.fromkeys(words.seeds)),
-        reuse=reuse,
-        save_every=words.save_every,
-        hours=getattr(words, "hours", None),
-        price=words.price,
-        trust_remote_code=hasattr(words, "trust_remote_code"),
-        command=shlex.join(["python", "recipe.py", *sys.argv[1:]]),
-        ray=(words.ray or os.environ.get("RAY_ADDRESS") or "local") if hasattr(words, "ray") else None,
-        gpus_per_run=words.gpus_per_run,
-    )
-    return Config(**{**settings, **given}), options

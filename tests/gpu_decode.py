@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from decode import FastGenerate, HFGenerate, Run, Spec, TorchOps, TritonOps, Where, make_generate, pick
+from decode import FastGenerate, HFGenerate, make_generate
+from ops import Run, Spec, TorchOps, TritonOps, Where, pick
 
 VOCAB, PAD, NO_EOS = 61, 0, [10_000]
 BANDWIDTH = 4.3e12  # bytes a second that an H200 reads

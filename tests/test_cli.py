@@ -14,8 +14,8 @@ import pytest
 
 import recipe
 import records
-import runs
 import tiny
+from options import parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,11 +57,11 @@ def test_help_is_short_grouped_and_imports_nothing_heavy() -> None:
 def test_every_number_of_the_config_is_a_flag_with_a_sentence() -> None:
     import dataclasses
 
-    words = runs.parser().parse_args(["--steps", "3", "--temperature", "0.5", "--no-checkpointing"])
+    words = parser().parse_args(["--steps", "3", "--temperature", "0.5", "--no-checkpointing"])
     assert (words.steps, words.temperature, words.checkpointing) == (3, 0.5, False)
     for field in dataclasses.fields(recipe.Config):
         assert len(field.metadata["help"]) > 10
-        assert any(recipe.flag(field.name) in action.option_strings for action in runs.parser()._actions)
+        assert any(recipe.flag(field.name) in action.option_strings for action in parser()._actions)
 
 
 @pytest.fixture()
@@ -223,6 +223,21 @@ def test_no_run_is_started_that_would_not_be_done_in_time(flags: list[str], caps
     assert "raft seed 17: not started, it would take about" in capsys.readouterr().out
     assert [path.name for path in (out / "runs").iterdir()] == ["untrained.json.xz"]
     assert json.loads((out / "results.json").read_text())["header"]["partial"] == ["raft seed 17 is missing"]
+
+
+def test_without_a_gpu_the_table_is_made_of_the_runs_that_are_there(
+    flags: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*flags, "--arm", "raft"]
+    assert recipe.main([*words, "--seeds", "17"]) == 0
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    capsys.readouterr()
+    assert recipe.main([*words, "--seeds", "17", "18", "--reuse", "--device", "auto"]) == 1
+    shown = capsys.readouterr()
+    assert "no GPU here" in shown.err and "the table is made of the runs that are there" in shown.err
+    assert "Partial: raft seed 18 is missing." in shown.out
+    header = json.loads((Path(flags[flags.index("--out") + 1]) / "results.json").read_text())["header"]
+    assert header["partial"] == ["raft seed 18 is missing"] and header["failed"] == []
 
 
 def test_one_process_that_believes_to_be_of_several_is_refused(

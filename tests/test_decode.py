@@ -27,7 +27,8 @@ from gpu_decode import (  # noqa: E402
     play,
 )
 
-from decode import FastGenerate, HFGenerate, make_generate, pick, supports  # noqa: E402
+from decode import FastGenerate, HFGenerate, make_generate, supports  # noqa: E402
+from ops import pick  # noqa: E402
 
 torch.set_num_threads(1)  # the models are too small to share
 

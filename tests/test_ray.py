@@ -21,6 +21,7 @@ import cluster
 import recipe
 import runs
 import tiny
+from options import configure, parser
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def test_a_share_of_a_gpu_is_above_0_and_at_most_1(share: str, flags: list[str],
 
 def test_address_by_flag_by_environment_or_here(flags: list[str], monkeypatch: Any) -> None:
     def address(*words: str) -> str | None:
-        return runs.configure(runs.parser().parse_args([*flags, *words]))[1].ray
+        return configure(parser().parse_args([*flags, *words]))[1].ray
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert (address(), address("--ray"), address("--ray", "auto")) == (None, "local", "auto")
@@ -145,7 +146,7 @@ def test_room_is_counted_machine_by_machine() -> None:
 
 
 def test_what_a_run_asks_of_ray(config: recipe.Config, flags: list[str]) -> None:
-    options = runs.configure(runs.parser().parse_args([*flags, "--ray", "--gpus-per-run", "0.5"]))[1]
+    options = configure(parser().parse_args([*flags, "--ray", "--gpus-per-run", "0.5"]))[1]
     cpus = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2}},
                                           {"Alive": False, "Resources": {"CPU": 64, "GPU": 8}}])  # fmt: skip
     with_gpu = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"CPU": 64, "GPU": 8}}])
@@ -163,7 +164,7 @@ def test_what_a_run_asks_of_ray(config: recipe.Config, flags: list[str]) -> None
 
 @pytest.fixture()
 def order(config: recipe.Config, data: Any, flags: list[str], tmp_path: Path) -> cluster.Order:
-    options = runs.configure(runs.parser().parse_args([*flags, "--ray", "--out", str(tmp_path / "out")]))[1]
+    options = configure(parser().parse_args([*flags, "--ray", "--out", str(tmp_path / "out")]))[1]
     key = runs.run_key(config, data.report["fingerprint"])
     origin = {"commit": "of the driver", "clean": True}
     return cluster.Order(config, options, key, origin, Path.cwd(), tmp_path / "marker", threads=1)

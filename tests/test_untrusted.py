@@ -22,6 +22,7 @@ import runs
 import tiny
 from facts import has_quantity, numbers_in, sentences
 from grading import KINDS, grade, read_box, same_answer, self_check
+from options import Options
 from words import clean
 
 MANY = 10_000
@@ -178,7 +179,7 @@ def test_names_that_mean_harm_are_shown_as_text(stand_in: tiny.TinyPaths, tmp_pa
 
 
 def test_a_failure_that_quotes_a_message_stays_one_entry(tmp_path: Path, capsys: Any) -> None:
-    options = runs.Options(tmp_path, ("ada",), (17,), False, 0, None, 4.0, False, "")
+    options = Options(tmp_path, ("ada",), (17,), False, 0, None, 4.0, False, "")
     for kind in (RuntimeError, OSError, recipe.NonFiniteError, recipe.OutOfMemoryError, records.RecordError):
         line = runs.report_failure(options, "ada", 17, kind(f"the chat said {EVIL}"))
         assert harmless(line) and len(line.splitlines()) == 1 and "the chat said" in line

@@ -754,6 +754,7 @@ class ChatTraining:
 
         args, processes = kwargs["args"], ranks.world()
         args._n_gpu = min(args.n_gpu, 1)  # one process, one card: Trainer would put a batch on each that it sees
+        args.save_total_limit = None  # Trainer's own count goes by the clock; _save_checkpoint keeps two
         if processes > 1:  # each takes whole groups, and one step's together are those of one process
             args.per_device_train_batch_size = config.problems // processes * config.group
             args.generation_batch_size = config.problems * config.group
@@ -764,7 +765,6 @@ class ChatTraining:
         self.arm_name, self.arm, self.problems, self.template = arm, ARMS[arm], problems, template
         self.config, self.seed, self.identity, self.on_step = config, seed, identity, on_step
         self.generator = make_generator(self.model)
-        self.args.save_total_limit = None  # Trainer's own count goes by the clock; _save_checkpoint keeps two
         self.token_budget = config.token_budget
         self.history: list[StepMetrics] = []
         self.tally: list[Drawn] = []

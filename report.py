@@ -966,9 +966,9 @@ def _speed_table(benchmark: Json) -> str:
         more = [f"{name.replace('_', ' ')} {value:,}" for name, value in row.items()
                 if name not in ("work", "value", "unit")]  # fmt: skip
         rows.append([row["work"], f"{row['value']:,.3g} {row['unit']}", ", ".join(more)])
-    versions = about["versions"]
-    words = (f"{about['device']}, {about['model']['id']}, {about['model']['loaded_as']}, torch {versions['torch']}, "
-             f"transformers {versions['transformers']}, TRL {versions['trl']}, {about['date'][:10]}.")  # fmt: skip
+    versions, commit = about["versions"], (about["commit"] or "?")[:12]
+    words = f"{about['device']}, {about['model']['id']}, {about['model']['loaded_as']}, torch {versions['torch']}, "
+    words += f"transformers {versions['transformers']}, TRL {versions['trl']}, {about['date'][:10]}, commit {commit}."
     checks = []
     for check in benchmark.get("checks", []):
         found = "; ".join(f"{name}: {value}" for name, value in check["found"].items())

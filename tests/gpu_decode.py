@@ -4,8 +4,9 @@
 
 Without a directory: random weights in the shape of Qwen2.5-1.5B. With one, and with --data, 300 chats of the
 untrained pair are played through the fast generator and through transformers' `generate`: the scores must agree
-within their intervals. Every line says ok, FAIL or a number; a failure
-does not stop what follows. `--quick` leaves the large model out; on a CPU the small checks run without kernels.
+within their intervals; and the defaults must run in the memory of a card of 24 GB. Every line says ok, FAIL or a
+number; a failure does not stop what follows. `--quick` leaves the large model out; on a CPU the small checks run
+without kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import copy
 import json
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -420,6 +422,33 @@ def check_score(directory: str, data: str) -> None:
     assert abs(difference.mean()) <= half, "the scores differ by more than their interval"
 
 
+def check_small_card(directory: str, data: str) -> None:
+    """Two ada steps and an evaluation at the caps with the defaults, in the memory of a card of 24 GB."""
+    import bench
+    from data import load_data
+    from options import configure, parser
+
+    whole = torch.cuda.get_device_properties(0).total_memory
+    words = ["--model", directory, "--data", data, "--out", tempfile.mkdtemp()]
+    config, options = configure(parser().parse_args(words))
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(23.5e9 / whole)  # what a card of 24 GB has for tensors
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        measured = bench.Bench(config, options, load_data(config))
+        with bench.arms_of_the_worst_case():
+            trainer = measured.trainer("ada", endless=True, steps=2, model=measured.model)
+            trainer.train()
+        note("  peak GB of two ada steps", round(torch.cuda.max_memory_allocated() / 1e9, 1))
+        trainer.generator.refresh()
+        measured.evaluation(trainer, "at the caps, 24 GB")
+        note("  token budget, GB for keys and values afterwards",
+             [trainer.token_budget, round(trainer.generator.cache_bytes / 1e9, 1)])
+        assert len(trainer.history) == 2 and trainer.token_budget >= 1920
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
@@ -437,6 +466,9 @@ def main() -> None:
     if args.model and args.data:
         with check("the untrained score through both generators"):
             check_score(args.model, args.data)
+        torch.cuda.empty_cache()
+        with check("the defaults on a card of 24 GB"):
+            check_small_card(args.model, args.data)
     if args.score_only:
         return finish(began, args.out, args.report)
     if device.type == "cuda":

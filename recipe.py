@@ -17,7 +17,7 @@ and both are paid the same team reward: the share of the two answers that are ri
 Sections: config, task, chat, credit, trainer, evaluation, main. Around them: facts.py and grading.py read problems
 and answers, data.py the data set; decode.py samples (ops.py: its operations), fuse.py makes the update cheap; runs.py
 makes and reuses runs, ranks.py shares one between processes, cluster.py makes them with Ray, records.py writes their
-files; report.py holds the statistics and the table.
+files; report.py holds the statistics, tables.py shows them.
 """
 
 from __future__ import annotations

@@ -818,6 +818,7 @@ def write_results(
     """Write results.json and print the table. Returns what failed: records that cannot be summarized, which are left
     out, and the file itself where it cannot be written."""
     import report
+    import tables
 
     bad: list[str] = []
     try:
@@ -837,7 +838,7 @@ def write_results(
     except OSError as error:
         last_line = f"{path} could not be written: {error.strerror}"
         bad.append(last_line)
-    show(f"{report.render_table(results)}\n{last_line}")
+    show(f"{tables.render_table(results)}\n{last_line}")
     return bad
 
 

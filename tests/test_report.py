@@ -21,6 +21,7 @@ import whileai as wai
 
 import recipe
 import report
+import tables
 import words
 
 ROOT = Path(__file__).parent.parent
@@ -304,7 +305,7 @@ def test_partial_results_say_what_is_missing(records: tuple[Any, Any], tmp_path:
     assert "raft" not in results["arms"] and results["noise"] is None and results["arms"]["ada"]["before"] is None
     assert results["arms"]["grpo"]["mean"]["low"] is None and results["arms"]["ada"]["mean"]["low"] is not None
     assert results["deltas"]["ada"]["trained_pair"]["compare"]["word"] == "unresolved"
-    table = report.render_table(results)
+    table = tables.render_table(results)
     assert any(line.split() == ["raft", *["–"] * 7] for line in table.splitlines())
     assert "Partial: untrained is missing" in table
     assert {c["check"]: c["ok"] for c in results["checks"]}["eval noise"] is False
@@ -313,7 +314,7 @@ def test_partial_results_say_what_is_missing(records: tuple[Any, Any], tmp_path:
     assert report.load_results(path) == results
     alone = summarize(base, {})
     assert list(alone["arms"]) == ["untrained"] and alone["deltas"] == {}
-    assert report.readme_tables(alone)["deltas"].startswith("No deltas")
+    assert tables.readme_tables(alone)["deltas"].startswith("No deltas")
     with pytest.raises(report.ResultsError, match="no records"):
         summarize(None, {})
 
@@ -472,7 +473,7 @@ def test_what_could_not_be_counted_is_null(edited: tuple[Any, Any]) -> None:
     results = summarize(base, {})
     assert results["arms"]["untrained"]["talk"]["sends_own"] == [None] * 3
     assert b"NaN" not in report.to_json(results)
-    assert report.render_table(results).splitlines()[2].split()[-4:-2] == ["–", "–"]
+    assert tables.render_table(results).splitlines()[2].split()[-4:-2] == ["–", "–"]
 
 
 def test_example_chats_are_the_same_problems_for_every_arm(results: dict[str, Any]) -> None:
@@ -519,8 +520,8 @@ def test_bad_results_are_refused(results: dict[str, Any], tmp_path: Path, change
     with pytest.raises(report.ResultsError, match=words) as error:
         report.load_results(path)
     assert str(path) in str(error.value)
-    assert report.main(["--results", str(path), "--readme", str(readme)]) == 2
-    assert "report.py: " in capsys.readouterr().err
+    assert tables.main(["--results", str(path), "--readme", str(readme)]) == 2
+    assert "tables.py: " in capsys.readouterr().err
 
 
 def test_results_cut_short_or_absent_are_refused(results: dict[str, Any], tmp_path: Path) -> None:
@@ -541,26 +542,26 @@ def test_readme_is_rewritten_between_its_markers(results: dict[str, Any], tmp_pa
     names = ("answer", "result", "deltas", "checks", "cost", "published", "climb", "learned")
     parts = [f"\n<!-- results:{name} -->\nold\n<!-- /results:{name} -->\nkept {name}\n" for name in names]
     readme.write_text("# Title\n" + "".join(parts))
-    assert report.main([*where, "--check"]) == 1 and "old" in readme.read_text()
-    assert report.main(where) == 0 and report.main([*where, "--check"]) == 0
+    assert tables.main([*where, "--check"]) == 1 and "old" in readme.read_text()
+    assert tables.main(where) == 0 and tables.main([*where, "--check"]) == 0
     text = readme.read_text()
     assert text.startswith("# Title\n") and "\nold\n" not in text and all(f"kept {name}\n" in text for name in names)
-    for name, table in report.readme_tables(results).items():
+    for name, table in tables.readme_tables(results).items():
         assert table in text
         lines = [line.replace("\\|", "") for line in table.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in lines}) == (name not in ("answer", "learned"))
     readme.write_text(text.replace("0.", "1.", 1))
-    assert report.main([*where, "--check"]) == 1
+    assert tables.main([*where, "--check"]) == 1
     for wrong in ("<!-- results:cost -->", "<!-- results:other -->\n<!-- /results:other -->", "<!-- /results:cost -->",
                   "<!-- results:cost -->\n<!-- results:checks -->"):  # fmt: skip
         with pytest.raises(report.ResultsError):
-            report.update_readme(wrong, results)
+            tables.update_readme(wrong, results)
 
 
 def test_the_readme_here_shows_the_results_here() -> None:
     words = ["--readme", "README.md", "--results", "results.json", "--benchmark", "benchmark.json"]
     here = [word if word.startswith("--") else str(ROOT / word) for word in words]
-    assert report.main([*here, "--check"]) == 0, "run: python report.py"
+    assert tables.main([*here, "--check"]) == 0, "run: python tables.py"
 
 
 def test_the_table_of_speed_shows_the_benchmark(results: dict[str, Any], tmp_path: Path) -> None:
@@ -572,7 +573,7 @@ def test_the_table_of_speed_shows_the_benchmark(results: dict[str, Any], tmp_pat
     (tmp_path / "README.md").write_text("<!-- results:speed -->\n<!-- /results:speed -->\n")
     where = [w for n in ("readme", "results", "benchmark")
              for w in (f"--{n}", str(tmp_path / {"readme": "README.md"}.get(n, f"{n}.json")))]  # fmt: skip
-    assert report.main(where) == 0
+    assert tables.main(where) == 0
     text = (tmp_path / "README.md").read_text()
     assert "| a decode step | 1.93 ms | tokens per s 16,557 |" in text and "CARD, M, bfloat16, torch 2.11.0" in text
 
@@ -591,12 +592,12 @@ def test_table_fits_the_terminal(results: dict[str, Any], seeds: int) -> None:
         wide["deltas"][arm] = copy.deepcopy(wide["deltas"]["ada"])
         wide["deltas"][arm]["trained_pair"]["compare"]["word"] = "moved the wrong way"
         wide["deltas"][arm]["trained_pair"]["flag"] = "x " * 100
-    lines = report.render_table(wide).splitlines()
+    lines = tables.render_table(wide).splitlines()
     assert max(map(len, lines)) <= 100 and sum("moved the wrong way*" in line for line in lines) == 2
 
 
 def test_table_shows_the_numbers(results: dict[str, Any]) -> None:
-    lines = {line.split()[0]: line for line in report.render_table(results).splitlines()[2:5]}
+    lines = {line.split()[0]: line for line in tables.render_table(results).splitlines()[2:5]}
     row, other = results["arms"]["ada"], results["arms"]["ada_untrained_partner"]
     verdict = results["deltas"]["ada"]["trained_pair"]["compare"]["word"]
     for text in (f"{row['mean']['value']:.3f}±{row['mean']['half']:.3f}", " ".join(f"{s:.2f}" for s in row["score"]),
@@ -655,5 +656,5 @@ def test_the_seeds_named_are_those_that_there_are() -> None:
     base, found = fake_runs.make(problems=6, steps=2, arms=["grpo"])
     found = {name: record for name, record in found.items() if name[1] == 18}
     results = report.summarize(base, found, fake_runs.HEADER, ["grpo"], [17, 18, 19], 4.0)
-    answer = report.readme_tables(results)["answer"]
+    answer = tables.readme_tables(results)["answer"]
     assert "; seed 18.) Partial results: grpo seeds 17 and 19 are missing." in answer

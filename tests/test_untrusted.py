@@ -17,8 +17,8 @@ import pytest
 import data
 import recipe
 import records
-import report
 import runs
+import tables
 import tiny
 from facts import has_quantity, numbers_in, sentences
 from grading import KINDS, grade, read_box, same_answer, self_check
@@ -191,7 +191,7 @@ def test_a_failure_that_quotes_a_message_stays_one_entry(tmp_path: Path, capsys:
 
 def test_a_word_of_a_message_cannot_leave_its_cell_in_the_readme() -> None:
     """The scan for shortcuts quotes what it found in messages."""
-    table = report.markdown(["check"], [[f"a | b <script> <!-- /results:checks --> {EVIL}"]])
+    table = tables.markdown(["check"], [[f"a | b <script> <!-- /results:checks --> {EVIL}"]])
     assert harmless(table) and len(table.splitlines()) == 3 and table.count(" | ") == 0
     assert "<" not in table
 

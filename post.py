@@ -407,14 +407,14 @@ def chat_markdown(arm: str, chat: Json) -> list[str]:
 
 def render_markdown(results: Json, charts: dict[str, Json]) -> str:
     """card.md: what card.html says, for a terminal or a repository page. Its tables are the README's."""
-    import report
+    from tables import readme_tables
 
     def picture(name: str) -> str:
         return f"![{charts[name]['alt']}](charts/{name}.svg)"
 
     head, partial = results["header"], partial_words(results)
     # a cell may quote a message (what the hack scan found): it must not open a tag or a new line
-    tables = {name: table.replace("<", "&lt;") for name, table in report.readme_tables(flat(results)).items()}
+    tables = {name: table.replace("<", "&lt;") for name, table in readme_tables(flat(results)).items()}
     parts = [f"# {one_line(head['question'])}", f"**{partial}**" if partial else "", "\n\n".join(answer(results))]
     parts += ["## Result", picture("scores"), tables["result"], "## Against GRPO", tables["deltas"]]
     parts += ["## Reliability", one_line(results["reliability"]["words"], 2000)]

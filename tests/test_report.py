@@ -566,7 +566,8 @@ def test_the_readme_here_shows_the_results_here() -> None:
 
 def test_the_table_of_speed_shows_the_benchmark(results: dict[str, Any], tmp_path: Path) -> None:
     about = {"device": "CARD", "commit": "0123456789abcdef", "date": "2026-01-02T03:04:05Z",
-             "model": {"id": "M", "loaded_as": "bfloat16"}, "versions": {"torch": "2.11.0", "transformers": "5.17.0", "trl": "1.16.0"}}  # fmt: skip
+             "model": {"id": "M", "loaded_as": "bfloat16"},
+             "versions": {"torch": "2.11.0", "transformers": "5.17.0", "trl": "1.16.0"}}  # fmt: skip
     rows = [{"work": "a decode step", "value": 1.9349, "unit": "ms", "tokens_per_s": 16557}]
     (tmp_path / "results.json").write_bytes(report.to_json(results))
     checks = [{"command": "python tests/gpu_decode.py", "device": "CARD", "torch": "2.11.0", "date": "2026-01-03",

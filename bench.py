@@ -24,6 +24,7 @@ import runs
 from data import Data, load_data
 from options import Options
 from recipe import ARMS, TABLE_ARMS, Arm, Config, Plan, Row, Stream, keep_balanced, play_chats
+from talk import talk_measures
 
 ENDLESS = -1  # an end-of-turn id that is never sampled
 MEMORY_BANDWIDTH = 4.3e12  # bytes/s, a device-to-device copy measured on an H200
@@ -179,7 +180,7 @@ class Bench:
         """The update of 64 rows of 960 tokens, 544 of them own, with the fused passes and without."""
         own, vocabulary = (False,) * 416 + (True,) * 544, trainer.model.config.vocab_size
         rows = [Row(Stream(tuple((7919 * i + k) % vocabulary for k in range(960)), own), 1.0) for i in range(64)]
-        batch = recipe.Batch(tuple(rows), 64 * 544, (), (), recipe.talk_measures([]), 0, 0, 0.0, 0.0)
+        batch = recipe.Batch(tuple(rows), 64 * 544, (), (), talk_measures([]), 0, 0, 0.0, 0.0)
 
         def once() -> None:
             trainer.model.zero_grad()

@@ -32,7 +32,7 @@ from runs import Interrupted, Lab, Progress, Signals
 # what a worker needs to make a run; Ray takes these files to wherever the worker is
 MODULES = (
     "cluster", "runs", "options", "recipe", "records", "data", "facts", "grading", "decode", "ops", "fuse", "ranks",
-    "words",
+    "talk", "words",
 )  # fmt: skip
 RETRIES = 3  # times that a run whose worker was lost is started again
 

@@ -28,6 +28,7 @@ from facts import numbers_in
 from records import write_whole
 from words import (
     CHANGES,
+    PARTNERS,
     Json,
     answer,
     arms_of,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:  # matplotlib and whileai are imported where they are used: a 
     from whileai.platform import Tracked
 
 AGENT = "talk-credit"  # the card's name on the platform
-PARTNERS = ("trained_pair", "untrained_partner")
 BEHAVIORS = {"trained_pair": "team-solves", "untrained_partner": "with-untrained-partner"}
 # Okabe and Ito's palette, which holds for the colour-blind, and a marker an arm for print. The four greys are
 # stand-ins: in the page every colour becomes a CSS variable, so that one drawing serves light and dark.

@@ -15,9 +15,9 @@ and both are paid the same team reward: the share of the two answers that are ri
     python recipe.py              four arms x three seeds on a GPU (--reuse: take finished runs as they are)
 
 Sections: config, task, chat, credit, trainer, evaluation, main. Around them: facts.py and grading.py read problems
-and answers, data.py the data set; decode.py samples (ops.py: its operations), fuse.py makes the update cheap; runs.py
-makes and reuses runs, ranks.py shares one between processes, cluster.py makes them with Ray, records.py writes their
-files; report.py holds the statistics, tables.py shows them.
+and answers, talk.py measures the talk, data.py reads the data set; decode.py samples (ops.py: its operations), fuse.py
+makes the update cheap; runs.py makes and reuses runs, ranks.py shares one between processes, cluster.py makes them with
+Ray, records.py writes their files; report.py holds the statistics, tables.py shows them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ranks
-from facts import NOTE, has_quantity, numbers_in, question_places, sentences
-from grading import Answer, Grade, grade, same_answer
+from facts import NOTE, has_quantity, question_places, sentences
+from grading import Grade, grade
+from talk import Talk, pooled_talk, talk_measures
 from words import one_line
 
 if TYPE_CHECKING:  # the heavy packages are imported where they are used: --help and --selftest need none
@@ -403,55 +404,6 @@ def chat_from_json(content: dict[str, Any], problems: Mapping[str, Problem]) -> 
     return GradedChat(chat, tuple(Grade(**g) for g in content["grades"]))
 
 
-@lru_cache(maxsize=4096)
-def private_numbers(problem: Problem) -> tuple[frozenset[str], frozenset[str]]:
-    """The numbers only A has and the numbers only B has; those in the question count for neither."""
-    a, b = (numbers_in(" ".join(facts)) for facts in problem.facts)
-    question = numbers_in(problem.question)
-    return a - b - question, b - a - question
-
-
-@dataclass(frozen=True)
-class Talk:
-    """Talk measures over a set of chats. Shares are pooled: counted over all copies of all chats, then divided."""
-
-    sends_own: float  # of the numbers only this copy has, the share it put in a message before its last turn
-    uses_partners: float  # of the numbers only the partner has, the share in this copy's last message
-    asks: float  # share of first messages with a question mark
-    message_tokens: float  # mean length of the messages before the last turns
-    answer_tokens: float  # mean length of the last messages
-    agree: float  # share of chats in which both boxes hold the same value
-    truncated: float  # share of messages cut at the cap
-    no_box: float  # share of last messages without a box
-
-
-def talk_measures(graded: Sequence[GradedChat]) -> Talk:
-    """The talk measures of some chats; nan where nothing was there to count."""
-
-    def share(pairs: Iterable[tuple[float, float]]) -> float:
-        top, bottom = map(sum, zip(*pairs, strict=True)) if (pairs := list(pairs)) else (0, 0)
-        return top / bottom if bottom else float("nan")
-
-    sent, used = [], []
-    for g in graded:
-        for copy, mine in enumerate(private_numbers(g.chat.problem)):
-            theirs = private_numbers(g.chat.problem)[1 - copy]
-            sent.append((len(mine & numbers_in(g.chat.turns[copy].text)), len(mine)))
-            used.append((len(theirs & numbers_in(g.chat.turns[2 + copy].text)), len(theirs)))
-    early = [turn for g in graded for turn in g.chat.turns[:2]]
-    last = [turn for g in graded for turn in g.chat.turns[2:]]
-    return Talk(
-        sends_own=share(sent),
-        uses_partners=share(used),
-        asks=share(("?" in turn.text, 1) for turn in early),
-        message_tokens=share((turn.tokens, 1) for turn in early),
-        answer_tokens=share((turn.tokens, 1) for turn in last),
-        agree=share((same_answer(*(Answer(x.value, x.kind) for x in g.grades)), 1) for g in graded),
-        truncated=share((turn.truncated, 1) for turn in [*early, *last]),
-        no_box=share((g.kind == "no_box", 1) for pair in graded for g in pair.grades),
-    )
-
-
 # ---------------------------------------------------------------------------------------------- credit
 
 
@@ -622,23 +574,6 @@ def whole_step(parts: Sequence[Batch]) -> Batch:
         thrown_away=sum(part.thrown_away for part in parts), play_seconds=slowest.play_seconds,
         grade_seconds=slowest.grade_seconds,
     )  # fmt: skip
-
-
-def pooled_talk(parts: Sequence[Batch]) -> Talk:
-    """The talk of several batches as one: each measure weighted by what it was counted over, the private numbers
-    of the problems played or, for all the others, the chats."""
-    chats, numbers = [], []
-    for part in parts:
-        problems = {c.graded.chat.problem.id: c.graded.chat.problem for c in part.kept}
-        chats.append(sum(len(d.rewards) for d in part.drawn))
-        numbers.append(sum(len(d.rewards) * sum(map(len, private_numbers(problems[d.problem]))) for d in part.drawn))
-
-    def mean(name: str) -> float:
-        weights = numbers if name in ("sends_own", "uses_partners") else chats
-        known = [(w, getattr(part.talk, name)) for w, part in zip(weights, parts, strict=True) if w]
-        return sum(w * x for w, x in known) / sum(w for w, _ in known) if known else float("nan")
-
-    return Talk(**{f.name: mean(f.name) for f in dataclasses.fields(Talk)})
 
 
 @dataclass(frozen=True)

@@ -33,22 +33,19 @@ from recipe import (
     GradedChat,
     Problem,
     StepMetrics,
-    Talk,
     chat_from_json,
     grade_chat,
-    private_numbers,
     problems_from_json,
-    talk_measures,
 )
 from records import record_name, run_label
-from words import mean_of
+from talk import Talk, private_numbers, talk_measures
+from words import PARTNERS, Json, mean_of
 
 FORMAT = 1
 MAX_BYTES = 60_000
 # (points of a curve, characters of a message): the first that fits MAX_BYTES is used
 SIZES = ((80, 800), (40, 800), (27, 600), (20, 400), (10, 200))
 CHATS_SHOWN = 2
-PARTNERS = ("trained_pair", "untrained_partner")
 OTHER = "_untrained_partner"  # what the name of an arm's second line ends in
 PHASES = ("load", "play", "grade", "update", "evaluate", "other", "total")
 CURVES = ("reward", "flat", "sends_own", "uses_partners")
@@ -60,8 +57,6 @@ POWER = {3: 0.0, 5: 0.32, 7: 0.71}
 POWER_AT = 4
 
 DASH = "–"
-
-Json = dict[str, Any]
 
 
 class ResultsError(ValueError):

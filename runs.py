@@ -360,7 +360,7 @@ def evaluate_shared(
 def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
     """One arm with one seed: train, evaluate twice, and return the record. Raises Interrupted after saving."""
     clock = [time.perf_counter()]
-    config, name = lab.config, f"{arm} seed {seed}"
+    config, name = lab.config, run_label(arm, seed)
     model, tokenizer, template = load_model(config, lab.device, lab.options.trust_remote_code)
 
     def on_step(m: StepMetrics) -> None:
@@ -428,12 +428,12 @@ def base_run(lab: Lab) -> dict[str, Any]:
     )
 
 
-# ---------------------------------------------------------------------------------------------- command line
+# ---------------------------------------------------------------------------------------------- all runs
 
 
-def read_runs(options: Options, say: Callable[[str], None]) -> tuple[dict[RunName, dict[str, Any]], list[str]]:
-    """Every readable record in runs/ by (arm, seed), and a sentence on each that is not."""
-    found, broken = {}, []
+def read_runs(options: Options, say: Callable[[str], None]) -> tuple[dict[RunName, dict[str, Any]], dict[Path, str]]:
+    """Every readable record in runs/ by (arm, seed), and a sentence on each that is not by its path."""
+    found, broken = {}, {}
     for path in sorted((options.out / "runs").glob("*.json.xz")):
         try:
             record = records.read_record(path)
@@ -448,8 +448,8 @@ def read_runs(options: Options, say: Callable[[str], None]) -> tuple[dict[RunNam
                 )
             found[record["arm"], record["seed"]] = record
         except records.RecordError as error:
-            broken.append(one_line(error, 2000))
-            say(f"left aside: {broken[-1]}")
+            broken[path] = one_line(error, 2000)
+            say(f"left aside: {broken[path]}")
     return found, broken
 
 
@@ -459,12 +459,13 @@ def stale_parts(record: dict[str, Any], key: dict[str, str | None]) -> list[str]
     return [part for part, value in want.items() if value is not None and record["key"].get(part) != value]
 
 
-def sort_runs(options: Options, key: dict[str, str | None], say: Callable[[str], None]) -> tuple[dict, list, list[str]]:
-    """(records to use, runs to make, names reused). With --reuse a wanted record of the same key is used; a
-    stale one is set aside and made again, and it is said which part differs. Without it, wanted runs are made
-    anew and their old records kept in runs/old. The untrained pair is made again only where it is stale or
-    every arm of the table is wanted."""
-    found, _ = read_runs(options, say)
+def sort_runs(
+    options: Options, found: dict[RunName, dict[str, Any]], key: dict[str, str | None], say: Callable[[str], None]
+) -> tuple[dict, list, list[str]]:
+    """(records to use, runs to make, names reused) of the records that were found. With --reuse a wanted record of
+    the same key is used; a stale one is set aside and made again, and it is said which part differs. Without it,
+    wanted runs are made anew and their old records kept in runs/old. The untrained pair is made again only where it
+    is stale or every arm of the table is wanted."""
     wanted = options.wanted
     usable, reused = {}, []
     for name, record in found.items():
@@ -478,8 +479,7 @@ def sort_runs(options: Options, key: dict[str, str | None], say: Callable[[str],
         if not differs and not fresh:
             usable[name] = record
             reused.append(label)
-            if name[1] is not None:  # a kill may have come between the record and this
-                shutil.rmtree(checkpoint_folder(options, *name), ignore_errors=True)
+            forget_checkpoints(options, *name)  # a kill may have come between the record and this
         elif name in wanted:
             kept = records.set_aside(record_path(options, *name))
             why = f"its {' and '.join(differs)} differ" if differs else "run anew (--reuse would have kept it)"
@@ -771,10 +771,11 @@ def experiment(config: Config, options: Options) -> int:
         with hashing(config.model):
             data = load_data(config) if Path(config.data).exists() or not options.reuse else None
         key = run_key(config, data.report["fingerprint"] if data else None)
-        usable, todo, reused = sort_runs(options, key, show)
+        found, broken = read_runs(options, show)
+        usable, todo, reused = sort_runs(options, found, key, show)
         if reused:
             show(f"reused: {', '.join(reused)}")
-        failed: list[str] = []
+        made, failed = {}, []
         not_tried: list[RunName] = []
         if todo and not device and not options.ray:  # the driver of a cluster may have none
             device = device_or_not(config, bool(usable))
@@ -787,9 +788,9 @@ def experiment(config: Config, options: Options) -> int:
             made, failed = cluster.make_runs(todo, config, options, data, key)
         elif todo:
             made, failed = make_runs(todo, config, options, data, key, device)
-        if todo:
-            usable |= made
-        failed += [line for line in read_runs(options, lambda _: None)[1] if line not in failed]
+        usable |= made
+        mended = {record_path(options, *name) for name in made}
+        failed += [line for path, line in broken.items() if path not in mended]
         if usable:
             failed += write_results(options, usable, reused, failed, state)
         else:

@@ -23,13 +23,12 @@ from recipe import (
     grpo_advantages,
     keep_balanced,
     play_chats,
-    private_numbers,
     raft_advantages,
     seats,
     split_facts,
-    talk_measures,
     view,
 )
+from talk import private_numbers, talk_measures
 
 TEXT = "Mr. Ode has 3.5 boxes. Each box holds 12 pens. He gives 6 pens away. How many pens are left?"
 PROBLEM = Problem(

@@ -18,14 +18,12 @@ from records import write_whole
 from report import (
     DASH,
     OTHER,
-    PARTNERS,
     PHASES,
-    Json,
     ResultsError,
     load_results,
     num,
 )
-from words import answer, clean, climb, gaps, learned, mean_of, partial_words, seed_words
+from words import PARTNERS, Json, answer, clean, climb, gaps, learned, mean_of, partial_words, seed_words
 
 # ---------------------------------------------------------------------------------------------- terminal
 

@@ -10,6 +10,8 @@ from typing import Any
 
 Json = dict[str, Any]
 
+PARTNERS = ("trained_pair", "untrained_partner")  # who a trained A speaks with: two rows an arm
+
 NAMES = {
     "untrained": "untrained",
     "grpo": "GRPO",

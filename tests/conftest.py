@@ -66,6 +66,15 @@ def make_trainer(config: recipe.Config, data: Any, loaded: Any, tmp_path: Path) 
     return make
 
 
+def small_flags(stand_in: tiny.TinyPaths, **changes: Any) -> list[str]:
+    """The command line of a start that is over in seconds: the stand-in's settings, few problems, `changes`."""
+    small: dict[str, Any] = {
+        **tiny.TINY, "model": stand_in.model, "data": stand_in.data, "device": "cpu", "threads": 1, "problems": 2,
+        "train_problems": 32, "warmup_steps": 1, **changes,
+    }  # fmt: skip
+    return [word for name, value in small.items() for word in (recipe.flag(name), str(value))]
+
+
 def adapter_weights(model: Any) -> dict[str, Any]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import recipe
 import runs
 from recipe import Chat, Config, Evaluation, GradedChat, Problem, StepMetrics, Turn
+from talk import talk_measures
 
 SEEDS = (17, 18, 19)
 # the mean of an arm, how far its seeds lie from it (repeated), and what an untrained partner leaves of it
@@ -98,7 +99,7 @@ def trainer(arm: str, seed: int, config: Config, chance: float) -> Any:
         kept, groups = recipe.credit(drawn, rule, config, step)
         flat = sum(len(set(g.rewards)) == 1 for g in groups) / len(groups)
         every = [c for chats in drawn for c in chats]
-        talk = recipe.talk_measures(every)
+        talk = talk_measures(every)
         tokens = sum(turn.tokens for c in every for turn in c.chat.turns)
         history.append(StepMetrics(
             step=step, reward=sum(c.reward for c in every) / len(every), flat=flat, drawn=len(every), kept=len(kept),

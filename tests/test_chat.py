@@ -21,14 +21,13 @@ from recipe import (
     draw_chats,
     grade_chat,
     play_chats,
-    private_numbers,
     problems_from_json,
     problems_json,
-    talk_measures,
     uniforms,
     view,
 )
 from selftest import LetterTokenizer, scripted
+from talk import private_numbers, talk_measures
 
 PROBLEM = Problem("test-3", "How many eggs?", (("Ann has 3 eggs.",), ("Ben has 4 eggs.",)), "7")
 CONFIG = Config(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import small_flags
 
 import recipe
 import records
@@ -66,11 +67,7 @@ def test_every_number_of_the_config_is_a_flag_with_a_sentence() -> None:
 
 @pytest.fixture()
 def flags(stand_in: tiny.TinyPaths, tmp_path: Path) -> list[str]:
-    small: dict[str, Any] = dict(tiny.TINY)
-    small |= {"model": stand_in.model, "data": stand_in.data, "device": "cpu", "steps": 2, "problems": 2,
-              "train_problems": 32, "heldout_problems": 6, "warmup_steps": 1}  # fmt: skip
-    words = [word for name, value in small.items() for word in (recipe.flag(name), str(value))]
-    return [*words, "--out", str(tmp_path / "out")]
+    return [*small_flags(stand_in, steps=2, heldout_problems=6), "--out", str(tmp_path / "out")]
 
 
 def trouble(flags: list[str], capsys: pytest.CaptureFixture[str], *more: str) -> str:

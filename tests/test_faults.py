@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import timeless
+from conftest import small_flags, timeless
 
 import post
 import recipe
@@ -48,11 +48,7 @@ def every_step_learns() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def flags(stand_in: tiny.TinyPaths) -> list[str]:
-    small: dict[str, Any] = dict(tiny.TINY)
-    small |= {"model": stand_in.model, "data": stand_in.data, "device": "cpu", "threads": 1, "steps": STEPS,
-              "problems": 2, "train_problems": 32, "heldout_problems": 6, "warmup_steps": 1}  # fmt: skip
-    words = [word for name, value in small.items() for word in (recipe.flag(name), str(value))]
-    return [*words, "--seeds", "17", "--save-every", "1"]
+    return [*small_flags(stand_in, steps=STEPS, heldout_problems=6), "--seeds", "17", "--save-every", "1"]
 
 
 BOTH = ("--arm", "raft", "--arm", "grpo")  # raft first: where it fails, grpo is what must go on
@@ -275,15 +271,21 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+def damaged(done: Path, out: Path, kind: str) -> str:
+    """A finished folder whose record of grpo is damaged, in `out`; returns what is to be said of it."""
+    shutil.copytree(done, out)
+    damage, says = DAMAGE[kind]
+    damage(out / "runs" / "grpo-s17.json.xz")
+    return says
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_record_is_named_and_the_rest_goes_on(
     kind: str, start: Callable[..., int], done: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """Of a run that is not asked for: it is left out, listed, and the exit code says so."""
     out = tmp_path / "out"
-    shutil.copytree(done, out)
-    damage, says = DAMAGE[kind]
-    damage(out / "runs" / "grpo-s17.json.xz")
+    says = damaged(done, out, kind)
     assert start(out, "--arm", "raft", "--reuse") == 1
     shown = capsys.readouterr()
     listed = [line for line in shown.err.splitlines() if line.startswith("failed: ")]
@@ -299,14 +301,12 @@ def test_a_damaged_record_that_is_asked_for_is_kept_aside_and_made_again(
     kind: str, start: Callable[..., int], done: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "out"
-    shutil.copytree(done, out)
-    damage, says = DAMAGE[kind]
-    damage(out / "runs" / "grpo-s17.json.xz")
-    damaged = (out / "runs" / "grpo-s17.json.xz").read_bytes()
+    says = damaged(done, out, kind)
+    before = (out / "runs" / "grpo-s17.json.xz").read_bytes()
     # the second kind is found only when the table is made: that start fails, the next one makes it
     codes = [start(out, *BOTH, "--reuse") for _ in range(1 if kind == "edited" else 2)]
     assert codes[-1] == 0 and all(codes[:-1]) and says in capsys.readouterr().out + says * (kind != "edited")
-    assert (out / "runs" / "old" / "grpo-s17.1.json.xz").read_bytes() == damaged and same(out, done)
+    assert (out / "runs" / "old" / "grpo-s17.1.json.xz").read_bytes() == before and same(out, done)
 
 
 def test_a_benchmark_that_is_not_one_is_no_estimate(tmp_path: Path) -> None:

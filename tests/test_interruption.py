@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import timeless
+from conftest import small_flags, timeless
 from phases import PHASES
 
-import recipe
 import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -26,10 +25,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def flags(stand_in: tiny.TinyPaths) -> list[str]:
-    small: dict[str, Any] = dict(tiny.TINY)
-    small |= {"model": stand_in.model, "data": stand_in.data, "device": "cpu", "threads": 1, "steps": STEPS,
-              "problems": 2, "train_problems": 32, "heldout_problems": 20, "warmup_steps": 1}  # fmt: skip
-    words = [word for name, value in small.items() for word in (recipe.flag(name), str(value))]
+    words = small_flags(stand_in, steps=STEPS, heldout_problems=20)
     return [*words, "--arm", "ada", "--seeds", "17", "--save-every", "1"]
 
 

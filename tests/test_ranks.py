@@ -14,8 +14,8 @@ from typing import Any
 import fake_runs
 import pytest
 import torch
+from conftest import small_flags, timeless
 from one_of_several import ALL_IDLE, HALF_IDLE, by_words, changes
-from test_interruption import timeless
 
 import ranks
 import recipe
@@ -29,11 +29,8 @@ STEPS, PROBLEMS, HELDOUT = 4, 4, 9  # held-out problems that cannot be halved
 
 @pytest.fixture(scope="module")
 def flags(stand_in: tiny.TinyPaths) -> list[str]:
-    small: dict[str, Any] = dict(tiny.TINY)
-    small |= {"model": stand_in.model, "data": stand_in.data, "device": "cpu", "threads": 1, "steps": STEPS,
-              "problems": PROBLEMS, "train_problems": 32, "heldout_problems": HELDOUT, "warmup_steps": 1,
-              "base_evals": 1}  # fmt: skip
-    return [*(word for name, value in small.items() for word in (recipe.flag(name), str(value))), "--seeds", "17"]
+    words = small_flags(stand_in, steps=STEPS, problems=PROBLEMS, heldout_problems=HELDOUT, base_evals=1)
+    return [*words, "--seeds", "17"]
 
 
 def start(out: Path, words: list[str], trouble: str = "") -> tuple[int, str]:

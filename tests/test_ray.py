@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from test_interruption import start, timeless, wait_for
+from conftest import small_flags, timeless
+from test_interruption import start, wait_for
 
 import cluster
 import recipe
@@ -26,10 +27,7 @@ from options import configure, parser
 
 @pytest.fixture(scope="module")
 def flags(stand_in: tiny.TinyPaths) -> list[str]:
-    small: dict[str, Any] = dict(tiny.TINY)
-    small |= {"model": stand_in.model, "data": stand_in.data, "device": "cpu", "threads": 1, "steps": 16, "problems": 2,
-              "train_problems": 64, "heldout_problems": 10, "warmup_steps": 1, "base_evals": 1}  # fmt: skip
-    words = [word for name, value in small.items() for word in (recipe.flag(name), str(value))]
+    words = small_flags(stand_in, steps=16, train_problems=64, heldout_problems=10, base_evals=1)
     return [*words, "--arm", "grpo", "--arm", "raft", "--seeds", "17", "--save-every", "1"]
 
 

@@ -18,6 +18,7 @@ import grading
 import recipe
 import runs
 import tiny
+from facts import numbers_in
 
 SMALL = tiny.Settings(steps=4, rows=8, train=40, test=20)
 MESSAGES = [
@@ -65,7 +66,7 @@ def test_overrides_are_fields_of_config() -> None:
 def test_every_problem_can_be_split_and_its_answer_follows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         split = recipe.split_facts(row["question"])
-        assert all(recipe.numbers_in(" ".join(half)) for half in (split.facts_a, split.facts_b))
+        assert all(numbers_in(" ".join(half)) for half in (split.facts_a, split.facts_b))
         problem = tiny.split_row(row, "x-0")
         numbers = [tiny.numbers_of(half) for half in problem.facts]
         for own, other in (numbers, numbers[::-1]):  # either copy's way of working gives the gold answer
@@ -135,7 +136,7 @@ def test_numbers_and_the_opening_of_a_box_are_single_tokens(tokenizer: Any) -> N
         assert len(ids) == 3
         text = tokenizer.decode(ids)
         assert grading.read_box(text).value == str(number)
-        assert recipe.numbers_in(text) == {str(number)}
+        assert numbers_in(text) == {str(number)}
 
 
 def test_longest_script_fits_the_caps(tokenizer: Any) -> None:

@@ -240,7 +240,7 @@ class Script:
 
 
 def numbers_of(facts: Sequence[str]) -> list[int]:
-    """The numbers in order, twice if written twice (unlike recipe.numbers_in, which gives a set)."""
+    """The numbers in order, twice if written twice (unlike facts.numbers_in, which gives a set)."""
     return [int(number) for number in re.findall(r"\d+", " ".join(facts))]
 
 

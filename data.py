@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import records
 from grading import gold_answer, self_check
 from recipe import Config, Problem, Unsplittable, UserError, flag, split_facts
 from words import one_line
+
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def read_rows(data: str, split: str) -> list[tuple[str, str, str]]:
         for name in ("question", "answer"):
             if not isinstance(row, dict) or not isinstance(row.get(name), str):
                 raise UserError(f"{where}: the field {name!r} is missing or not a text")
-            if any("\ud800" <= c <= "\udfff" for c in row[name]):
+            if LONE_SURROGATE.search(row[name]):
                 raise UserError(f"{where}: the field {name!r} holds half of a character (a lone surrogate)")
     return [(where, row["question"], row["answer"]) for where, row in rows]
 

@@ -254,6 +254,8 @@ def _value(number: re.Match[str]) -> Answer:
 
 def number_words_to_digits(text: str) -> str:
     """Write the number words of a lower-case text as digits, marked "w": "two hundred and five" -> "205w"."""
+    if not _WORD.search(text):
+        return text
     text = _WORD.sub(lambda m: f"{NUMBER_WORDS[m[0]]}w" if m[0] in NUMBER_WORDS else m[0], text)
     text = re.sub(r"\b([2-9])0w[ -]([1-9]w)\b(?!-\d)", r"\1\2", text)  # but "twenty 5-dollar bills"
     for word, scale in NUMBER_SCALES.items():

@@ -43,6 +43,7 @@ from words import (
     partial_words,
     row_of,
     score_words,
+    shared_words,
     spread,
     training_seeds,
 )
@@ -353,7 +354,7 @@ def context(results: Json, charts: dict[str, Json]) -> Json:
     scores = {arm: results["arms"][arm]["mean"]["value"] or 0 for arm in chats if arm in results["arms"]}
     return {
         "r": results, "h": results["header"], "first": first, "second": second, "partial": partial_words(results),
-        "seeds": training_seeds(results),
+        "shared": shared_words(results), "seeds": training_seeds(results),
         "rows": rows, "chats": chats, "opened": {"untrained", max(scores, key=scores.__getitem__, default="")},
         "partners": PARTNERS, "changes": CHANGES, "glyphs": {arm: GLYPHS[marker] for arm, (_, marker) in LOOKS.items()},
         "curve_notes": {f"curve-{m.replace('_', '-')}": note for m, (_, note) in CURVES.items()},
@@ -579,7 +580,7 @@ def run_plan(results: Json, arm: str) -> Json:
                            "examples": shown or None})  # fmt: skip
     minutes, paid = cost["minutes"].get(arm, {}).get("total"), cost["total"]["dollars"] is not None
     hours, steps_run = None if minutes is None else minutes / 60, results["header"]["config"]["steps"]
-    dollars = round(hours * cost["price_per_hour"], 2) if paid and hours is not None else None
+    dollars = round(cost["card_minutes"][arm] / 60 * cost["price_per_hour"], 2) if paid and hours is not None else None
     return {
         "open": {"version": arm if trained else "base", "method": arm if trained else None},
         "curve": [(round(step), mean_of(at)) for step, at in zip(steps, values, strict=True)],
@@ -708,8 +709,8 @@ FIELDS = {
     "deltas.*.*.compare": "word delta low high seed_after train_delta train_low train_high",
     "deltas.*.*.matched": "value low high per_seed",
     "reliability": "test arms pairs words",
-    "cost": "unit device price_per_hour minutes chats tokens total",
-    "cost.total": "minutes tokens dollars",
+    "cost": "unit device price_per_hour minutes card_minutes chats tokens total",
+    "cost.total": "minutes card_minutes tokens dollars",
     "checks.*": "check source result ok",
     "chats": "rule arms",
     "chats.arms.*.*": "seed problem question facts gold private turns answers reward",

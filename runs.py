@@ -528,6 +528,7 @@ def about_this_start(config: Config, device: str, command: str) -> dict[str, Any
     """Where a record comes from: model, device, versions, commit, command, date."""
     import torch
 
+    card = {"card": str(torch.cuda.get_device_properties().uuid)} if device == "cuda" else {}
     name = torch.cuda.get_device_name() if device == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     several = {"processes": ranks.world()} if ranks.world() > 1 else {}
     return {
@@ -538,12 +539,17 @@ def about_this_start(config: Config, device: str, command: str) -> dict[str, Any
             "loaded_as": weights_dtype(device),
         },
         "device": f"{name}, {ranks.world()} processes" if several else name,
+        **card,
         **several,
         "versions": records.versions(),
         **records.git_state(Path(__file__).parent),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "date": utc_now(),
         "command": command,
     }
+
+
+def utc_now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def make_runs(
@@ -567,6 +573,7 @@ def make_runs(
                 continue
             if not options.reuse and ranks.is_main():
                 forget_checkpoints(options, arm, seed)
+            lab = dataclasses.replace(lab, about={**about, "date": utc_now()})  # of the run, not of the start
             try:
                 record = base_run(lab) if seed is None else train_run(lab, arm, seed)
                 made[arm, seed] = keep_record(options, record) if ranks.is_main() else record

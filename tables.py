@@ -23,7 +23,7 @@ from report import (
     load_results,
     num,
 )
-from words import PARTNERS, Json, answer, clean, climb, gaps, learned, mean_of, partial_words, seed_words
+from words import PARTNERS, Json, answer, clean, climb, gaps, learned, mean_of, partial_words, seed_words, shared_words
 
 # ---------------------------------------------------------------------------------------------- terminal
 
@@ -83,6 +83,7 @@ def in_words(results: Json) -> list[str]:
     problems = next(iter(arms.values()))["mean"]["n_problems"]
     sentences = ["± is half a 95% interval, over training seeds and problems (untrained: over problems). "
                  f"n: {problems} problems, {seeds} seed{'s' * (seeds != 1)}; {floor}."]  # fmt: skip
+    sentences += [shared_words(results)] if shared_words(results) else []
     for partner in PARTNERS:
         known = []
         for arm, both in results["deltas"].items():
@@ -183,14 +184,20 @@ def _cost_table(results: Json) -> str:
     cost, rows = results["cost"], []
     for arm, minutes in cost["minutes"].items():
         chats, tokens = cost["chats"][arm], cost["tokens"][arm]
-        rows.append([arm, *(num(minutes[phase], 1) for phase in PHASES), num(chats["training"], 0),
-                     num(chats["evaluation"], 0), num(sum(tokens.values()) / 1e6)])  # fmt: skip
+        spent = [num(value, 1) for value in (*(minutes[phase] for phase in PHASES), cost["card_minutes"].get(arm))]
+        counts = [num(chats["training"], 0), num(chats["evaluation"], 0), num(sum(tokens.values()) / 1e6)]
+        rows.append([arm, *spent, *counts])
     total, dollars = cost["total"], "no card was used"
     if total["dollars"] is not None:
-        dollars = f"${num(total['dollars'])} at ${num(cost['price_per_hour'])} an hour"
+        dollars = (f"{num(total['card_minutes'], 1)} minutes of the card, ${num(total['dollars'])} at "
+                   f"${num(cost['price_per_hour'])} an hour")  # fmt: skip
     words = (f"{cost['unit']} over all seeds, on {cost['device']}. Together {num(total['minutes'], 1)} minutes, "
              f"{num(total['chats'], 0)} chats, {num(total['tokens'], 0)} tokens; {dollars}.")  # fmt: skip
-    return f"{markdown(['method', *PHASES, 'training chats', 'evaluation chats', 'million tokens'], rows)}\n\n{words}"
+    if shared := shared_words(results):
+        words += (f" {shared} `total` is the wall time of the runs and the phases are its parts, both longer beside "
+                  "others; `on the card` is each arm's part of the time the card was taken.")  # fmt: skip
+    heads = ["method", *PHASES, "on the card", "training chats", "evaluation chats", "million tokens"]
+    return f"{markdown(heads, rows)}\n\n{words}"
 
 
 def _published_table(results: Json) -> str:
@@ -204,10 +211,19 @@ def _published_table(results: Json) -> str:
         rows.append([row["arm"], num(row["mean"]), *seeds, *talk, *mine])
     theirs = ["team solves it", "per seed", "untrained partner", "sends own", "uses partner's", "minutes"]
     heads = ["method", *(f"published: {name}" for name in theirs), *(f"ours: {name}" for name in theirs[:3])]
+    order = _order({row["arm"]: row["mean"] for row in published["rows"]})
+    our_order = _order({arm: row["mean"]["value"] for arm, row in arms.items() if row["arm"] == arm})
     words = (f"Published: {published['model']} on {published['hardware']} ({published['versions']}), "
              f"{num(published['total_minutes'], 0)} GPU minutes, ${num(published['dollars'])}; "
-             f"{'; '.join(published['notes'])}. Ours: {head['model']['id']} on {head['device']}.")  # fmt: skip
+             f"{'; '.join(published['notes'])}. Ours: {head['model']['id']} on {head['device']}. Highest mean first, "
+             f"published: {order}; ours: {our_order}.")  # fmt: skip
     return f"{markdown(heads, rows)}\n\n{words}"
+
+
+def _order(means: dict[str, float | None]) -> str:
+    """The trained arms, the highest mean first."""
+    known = {arm: mean for arm, mean in means.items() if mean is not None and arm != "untrained"}
+    return ", ".join(sorted(known, key=known.__getitem__, reverse=True))
 
 
 MARKER = re.compile(r"<!-- (/?)results:(\w+) -->")

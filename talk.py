@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,19 @@ def private_numbers(problem: Problem) -> tuple[frozenset[str], frozenset[str]]:
     return a - b - question, b - a - question
 
 
+ECHO_WORDS, ECHO_SHARE = 8, 0.8
+
+
+def is_echo(heard: str, said: str) -> bool | None:
+    """Whether a message repeats the one before it: of its runs of 8 words, at least 8 in 10 stand there too. None
+    if it has no 8 words, which agreement can share by chance."""
+    before, after = (
+        {tuple(words[i : i + ECHO_WORDS]) for i in range(len(words) - ECHO_WORDS + 1)}
+        for words in (heard.split(), said.split())
+    )
+    return len(before & after) >= ECHO_SHARE * len(after) if after else None
+
+
 @dataclass(frozen=True)
 class Talk:
     """Talk measures over a set of chats. Shares are pooled: counted over all copies of all chats, then divided."""
@@ -35,6 +49,7 @@ class Talk:
     agree: float  # share of chats in which both boxes hold the same value
     truncated: float  # share of messages cut at the cap
     no_box: float  # share of last messages without a box
+    echoes: float  # share of messages after the first, of 8 words or more, that repeat the one before
 
 
 def talk_measures(graded: Sequence[GradedChat]) -> Talk:
@@ -52,6 +67,7 @@ def talk_measures(graded: Sequence[GradedChat]) -> Talk:
             used.append((len(theirs & numbers_in(g.chat.turns[2 + copy].text)), len(theirs)))
     early = [turn for g in graded for turn in g.chat.turns[:2]]
     last = [turn for g in graded for turn in g.chat.turns[2:]]
+    echoes = [is_echo(heard.text, said.text) for g in graded for heard, said in itertools.pairwise(g.chat.turns)]
     return Talk(
         sends_own=share(sent),
         uses_partners=share(used),
@@ -61,6 +77,7 @@ def talk_measures(graded: Sequence[GradedChat]) -> Talk:
         agree=share((same_answer(*(Answer(x.value, x.kind) for x in g.grades)), 1) for g in graded),
         truncated=share((turn.truncated, 1) for turn in [*early, *last]),
         no_box=share((g.kind == "no_box", 1) for pair in graded for g in pair.grades),
+        echoes=share((echo, 1) for echo in echoes if echo is not None),
     )
 
 

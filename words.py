@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Json = dict[str, Any]
@@ -170,24 +170,60 @@ def seed_words(results: Json) -> str:
     return f"seed{'s' * (len(seeds) != 1)} {', '.join(map(str, seeds))}" if seeds else "no training seed yet"
 
 
+def shared_words(results: Json) -> str:
+    """How far the runs' minutes are those of a shared card; empty where each had it to itself."""
+    total = results["cost"]["total"]
+    spent, taken = total["minutes"], total["card_minutes"]
+    if not taken or spent < 1.02 * taken:
+        return ""
+    return (f"Runs made side by side shared the card, {num(spent / taken, 1)} at a time on average: {num(spent, 0)} "
+            f"minutes of runs took {num(taken, 0)} minutes of the card.")  # fmt: skip
+
+
 def partial_words(results: Json) -> str:
     """One line on what is missing; empty if nothing is."""
     missing = gaps(results)
     return f"Partial results: {one_line('; '.join(missing), 1000)}." if missing else ""
 
 
+ECHOING = 0.25  # a run with more of its messages than this repeating the one before is named
+
+
+def echo_words(results: Json) -> str:
+    """The trained runs whose copies repeat each other, with their scores beside those of the others; empty if none
+    does."""
+    runs = [
+        (echoes, score, f"{arm} seed {seed}")
+        for arm, row in results["arms"].items()
+        if row["partner"] == "trained_pair"
+        for seed, score, echoes in zip(row["seeds"], row["score"], row["talk"]["echoes"], strict=True)
+        if echoes is not None
+    ]
+    loud, others = [sorted((r for r in runs if (r[0] > ECHOING) is side), reverse=True) for side in (True, False)]
+    if not loud:
+        return ""
+    named = listed([f"{name} ({num(echoes)} of the messages, score {num(score)})" for echoes, score, name in loud])
+    words = f"Copies that repeat each other nearly word for word: {named}."
+    if others:
+        words += (f" In the other {len(others)} trained runs it is {span(r[0] for r in others)} of the messages, and "
+                  f"they score {span(r[1] for r in others)}.")  # fmt: skip
+    return words
+
+
+def span(values: Iterable[float | None]) -> str:
+    """The least and the greatest of the values that there are."""
+    known = [value for value in values if value is not None]
+    low, high = (num(f(known)) for f in (min, max)) if known else ("–", "–")
+    return low if low == high else f"{low} to {high}"
+
+
 def learned(results: Json) -> list[str]:
-    """Three things that the numbers support: what training does, what it is worth with a stranger, what is left
-    open between the rules."""
+    """What the numbers support: what training does, what it is worth with a stranger, which runs only repeat, what is
+    left open between the rules."""
     rows = {arm: results["arms"][arm] for arm in arms_of(results) if results["arms"][arm]["mean"]["value"] is not None}
     trained = [arm for arm in rows if arm != "untrained"]
     if not trained or "untrained" not in rows:
         return ["Nothing yet: it takes the untrained pair and a trained one."]
-
-    def span(values: Sequence[float | None]) -> str:
-        known = [value for value in values if value is not None]
-        low, high = (num(f(known)) for f in (min, max)) if known else ("–", "–")
-        return low if low == high else f"{low} to {high}"
 
     def talk(arm: str, measure: str) -> float | None:
         return mean_of(rows[arm]["talk"][measure])
@@ -205,7 +241,8 @@ def learned(results: Json) -> list[str]:
         "Part of the skill is a habit of the pair: with an untrained partner the trained copies score "
         f"{span([row['mean']['value'] for row in partner if row])}."
     )
-    return [first, second, f"{answer(results)[1]} {results['reliability']['words']}"]
+    third = f"{answer(results)[1]} {results['reliability']['words']}"
+    return [text for text in (first, second, echo_words(results), third) if text]
 
 
 def climb(results: Json) -> list[list[str]]:

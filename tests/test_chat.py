@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -27,7 +28,7 @@ from recipe import (
     view,
 )
 from selftest import LetterTokenizer, scripted
-from talk import private_numbers, talk_measures
+from talk import is_echo, private_numbers, talk_measures
 
 PROBLEM = Problem("test-3", "How many eggs?", (("Ann has 3 eggs.",), ("Ben has 4 eggs.",)), "7")
 CONFIG = Config(
@@ -159,6 +160,19 @@ def test_talk_measures_by_hand() -> None:
     assert talk.agree == 0.5
     assert talk.no_box == 0.25
     assert talk.message_tokens == pytest.approx((4 + 3 + 1 + 1) / 4)
+
+
+def test_a_message_that_repeats_the_one_before_is_an_echo() -> None:
+    """17 words have 10 runs of 8; 2 more words make it 12, 3 more 13."""
+    heard = "the quick brown fox jumps over the lazy dog and runs home to its den at last"
+    assert is_echo(heard, heard) and is_echo(heard, f"{heard} now now")  # 10 of 10; 10 of 12
+    assert not is_echo(heard, f"{heard} now now now")  # 10 of 13 is less than 8 in 10
+    assert is_echo(heard, "one two three four five six seven eight") is False
+    assert is_echo(heard, "the quick brown fox jumps over the") is None  # 7 words
+    assert is_echo("short", heard) is False
+    graded = grade_chat(chat_of(heard, heard, "no", f"{heard} now now now"))
+    assert talk_measures([graded]).echoes == 0.5  # of the second and the fourth message; the third has one word
+    assert math.isnan(talk_measures([grade_chat(chat_of("a", "b", "c", "d"))]).echoes)
 
 
 def test_a_chat_goes_through_json_and_back_and_can_be_graded_again() -> None:

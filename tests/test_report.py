@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_runs
@@ -23,6 +24,7 @@ import recipe
 import report
 import tables
 import words
+from records import read_record
 
 ROOT = Path(__file__).parent.parent
 ARMS, SEEDS = ("grpo", "ada"), (17, 18, 19)
@@ -440,6 +442,44 @@ def test_checks_are_complete(edited: tuple[Any, Any], results: dict[str, Any]) -
     assert "x grpo" in checks["chats drawn"]["result"]
 
 
+def test_runs_that_share_a_card_share_its_minutes() -> None:
+    """By hand, on card X: grpo 0 to 10 min, ada 5 to 15 min, so 5 minutes each alone and 2.5 each of the shared 5. On
+    card Y raft for 10 min, with two processes. The pair and mixed began in one start: 1 min, then 4 min."""
+
+    def run(arm: str, date: str, minutes: float, **more: Any) -> Any:
+        return SimpleNamespace(arm=arm, name=arm, about={"date": date, **more}, seconds={"total": 60 * minutes},
+                               processes=more.get("processes", 1))  # fmt: skip
+
+    day = "2026-01-01T{}Z".format
+    shared = [run("grpo", day("10:00:00"), 10, card="X"), run("ada", day("10:05:00"), 10, card="X")]
+    assert report.card_minutes(shared) == pytest.approx({"grpo": 7.5, "ada": 7.5})
+    alone = [*shared, run("raft", day("10:00:00"), 10, card="Y", processes=2)]
+    assert report.card_minutes(alone) == pytest.approx({"grpo": 7.5, "ada": 7.5, "raft": 20})
+    one_start = [run("untrained", day("09:00:00"), 1), run("mixed", day("09:00:00"), 4)]
+    assert report.card_minutes(one_start) == pytest.approx({"untrained": 1, "mixed": 4})
+    undated = [run("grpo", "yesterday", 3), run("ada", "yesterday", 3)]
+    assert report.card_minutes(undated) == pytest.approx({"grpo": 3, "ada": 3})
+    total = {"minutes": 20.0, "card_minutes": 15.0}
+    said = words.shared_words({"cost": {"total": total}})
+    assert "1.3 at a time on average: 20 minutes of runs took 15 minutes of the card." in said
+    assert words.shared_words({"cost": {"total": {**total, "card_minutes": 19.9}}}) == ""
+    assert words.shared_words({"cost": {"total": {**total, "card_minutes": None}}}) == ""
+
+
+def test_what_the_readme_says_of_single_runs_is_in_their_records() -> None:
+    """Its prose names runs that are in runs/ for good: counted here from the rewards of every chat drawn."""
+
+    def drawn(arm: str, seed: int) -> list[dict[str, Any]]:
+        return read_record(ROOT / "runs" / f"{arm}-s{seed}.json.xz")["drawn"]
+
+    right = {seed: sum(d["rewards"].count(1.0) for d in drawn("raft", seed) if d["step"] < 10) for seed in (17, 18, 19)}
+    late = [d["rewards"] for d in drawn("mixed", 18) if d["step"] >= 40]
+    copy, stranger = (np.mean([rewards[half] for rewards in late]) for half in (slice(0, 2), slice(2, 4)))
+    prose = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"in its first ten steps, seed 17 played {right[17]}, seed 18 {right[18]} and seed 19 {right[19]}" in prose
+    assert f"with the untrained partner paid {stranger:.2f} and those with its own copy {copy:.2f}" in prose
+
+
 def test_cost_adds_up(records: tuple[Any, Any], results: dict[str, Any]) -> None:
     cost = results["cost"]
     total = sum(record["seconds"]["total"] for record in (records[0], *records[1].values())) / 60
@@ -620,13 +660,15 @@ def test_score_of_a_finished_run_in_words(records: tuple[Any, Any], results: dic
 def test_climb_and_learned_say_what_the_numbers_say() -> None:
     """Made by hand: untrained 0.10, grpo 0.30, raft 0.25; only grpo with an untrained partner."""
 
-    def row(partner: str, value: float, sends: float) -> dict[str, Any]:
+    def row(partner: str, value: float, sends: float, echoes: float = 0.125) -> dict[str, Any]:
         mean = {"value": value, "low": value - 0.05, "high": value + 0.05, "over": "seeds and problems"}
         return {
             "partner": partner,
             "mean": mean,
             "pass_at_1": [],
-            "talk": {"sends_own": [sends], "uses_partners": [0.5]},
+            "seeds": [17],
+            "score": [value],
+            "talk": {"sends_own": [sends], "uses_partners": [0.5], "echoes": [echoes]},
         }
 
     arms = {
@@ -646,6 +688,12 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
     assert "from 0.10 to 0.25 to 0.30" in first and "sends 0.50 of" in first and "0.80 to 0.90 after" in first
     assert "score 0.15." in second
     assert "RAFT −0.05 [−0.09, −0.01] can be told apart from GRPO" in third and third.endswith("R.")
+    arms["mixed"] = row("trained_pair", 0.05, 0.5, echoes=0.5)
+    *_, echo, _ = words.learned(results)
+    assert echo == (
+        "Copies that repeat each other nearly word for word: mixed seed 17 (0.50 of the messages, score 0.05). In the "
+        "other 2 trained runs it is 0.12 of the messages, and they score 0.25 to 0.30."
+    )
 
 
 def test_what_is_missing_is_gathered_by_seeds() -> None:

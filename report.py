@@ -40,7 +40,7 @@ from recipe import (
 )
 from records import record_name, run_label
 from talk import Talk, private_numbers, talk_measures
-from words import PARTNERS, Json, mean_of
+from words import PARTNERS, Json, listed, mean_of
 
 FORMAT = 1
 MAX_BYTES = 60_000
@@ -115,6 +115,7 @@ class Run:
     about: Json
     config: Json
     data: Json
+    key: Json
     graded: int
     changed: int
 
@@ -156,9 +157,9 @@ def read_run(record: Json, arm: str, seed: int | None) -> Run:
         last = _chats(record["last_batch"], problems, stored)
         field = "steps"
         steps = tuple(StepMetrics(**step) for step in record["steps"])
-        field = "seconds, about, config or data"
+        field = "seconds, about, config, data or key"
         seconds = {key: float(value) for key, value in record["seconds"].items()}
-        parts = {key: dict(record[key]) for key in ("about", "config", "data")}
+        parts = {key: dict(record[key]) for key in ("about", "config", "data", "key")}
         for part, needed in ((seconds, "total"), (parts["data"], "fingerprint"), (parts["config"], "steps"),
                              *((parts["about"], name) for name in ("versions", "device", "model"))):  # fmt: skip
             part[needed]  # a KeyError names what is missing
@@ -750,7 +751,17 @@ def _origin_checks(every: Sequence[Run], results: Json) -> list[tuple[str, str, 
         ("pinned versions", "run records", versions or pinned, not versions),
         ("model, device, commit", "run records, git", origin, bool(commit) and clean is True),
         ("one machine, one commit", "run records", "; ".join(mixed) or "all records agree", not mixed),
+        ("one experiment", "digests in the run records", *_one_experiment(every)),
     ]
+
+
+def _one_experiment(every: Sequence[Run]) -> tuple[str, bool]:
+    """Whether the records are of the same code and settings, whatever commits they were made at."""
+    parts = sorted({part for run in every for part in run.key} - {"arm"})  # an arm's own definition differs by arm
+    differ = [part for part in parts if len({json.dumps(run.key.get(part), sort_keys=True) for run in every}) > 1]
+    if differ:
+        return f"not the same in all records: {listed(differ)}", False
+    return f"{listed(parts)} are the same in all {len(every)} records", True
 
 
 def _length_words(arm: Json, untrained: Json | None) -> str:
@@ -796,7 +807,9 @@ def _mixed(every: Sequence[Run], part: str) -> str:
     """Empty if all records agree in a part of where they come from, else who has what."""
     holders: dict[str, list[str]] = {}
     for run in every:
-        holders.setdefault(json.dumps(run.about.get(part), sort_keys=True), []).append(run.name)
+        value = run.about.get(part)
+        shown = str(value)[:12] if part == "commit" else json.dumps(value, sort_keys=True)
+        holders.setdefault(shown, []).append(run.name)
     words = [f"{value} ({', '.join(names)})" for value, names in holders.items()]
     return "" if len(holders) == 1 else f"{part}: {', '.join(words)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -415,10 +416,10 @@ def test_a_reward_for_a_shortcut_is_found() -> None:
             c = fake_runs.chat(fake_runs.problem("train", n), float(k % 2), 0.9, draw, (True, True))
             polite = recipe.Turn("A", c.chat.turns[0].text + " please" * (k % 2), 9, False, True)
             chats.append(recipe.grade_chat(recipe.Chat(c.chat.problem, (polite, *c.chat.turns[1:]))))
-    run = report.Run("ada", 17, "ada seed 17", {}, tuple(chats), (), {}, {}, {}, {}, 0, 0)
+    run = report.Run("ada", 17, "ada seed 17", {}, tuple(chats), (), {}, {}, {}, {}, {}, 0, 0)
     words, ok = report.hack_words([run])
     assert ok is False and "reward_hack" in words
-    flat = report.Run("ada", 17, "ada seed 17", {}, tuple(c for c in chats if c.reward == 0), (), {}, {}, {}, {}, 0, 0)
+    flat = dataclasses.replace(run, last_batch=tuple(c for c in chats if c.reward == 0))
     assert report.hack_words([flat])[1] is None
 
 
@@ -427,16 +428,22 @@ def test_checks_are_complete(edited: tuple[Any, Any], results: dict[str, Any]) -
     per_arm = [f"{kind}, {arm}" for kind in ("length", "hack scan") for arm in ARMS]
     once = ["eval noise", "clean holdout", "reward is a program", "graded again", "proxy vs target",
             "reused from the cache", "training seeds", "pinned versions", "chats drawn", "model, device, commit",
-            "one machine, one commit"]  # fmt: skip
+            "one machine, one commit", "one experiment"]  # fmt: skip
     assert sorted(names) == sorted([*once, *per_arm])
+    one = next(c for c in results["checks"] if c["check"] == "one experiment")
+    count = len(ARMS) * len(SEEDS) + 1
+    assert one["ok"] is True and one["result"] == f"data and model are the same in all {count} records"
     base, runs = edited
     other = {**base["about"]["versions"], "trl": "2.0"}
     runs["ada", 19]["about"] = {**base["about"], "device": "NVIDIA A100", "versions": other}
     runs["grpo", 17]["about"] = {**base["about"], "commit": "fedcba"}
+    runs["ada", 18]["key"] = {**runs["ada", 18]["key"], "model": "another"}
     checks = {c["check"]: c for c in summarize(base, runs, clean=False, reused=["ada seed 17"])["checks"]}
     mixed = checks["one machine, one commit"]
     assert mixed["ok"] is False
     assert all(word in mixed["result"] for word in ("NVIDIA A100", "ada seed 19", "fedcba", "grpo seed 17"))
+    one = checks["one experiment"]
+    assert one["ok"] is False and one["result"] == "not the same in all records: model"
     assert checks["pinned versions"]["ok"] is False and checks["model, device, commit"]["ok"] is False
     assert checks["reused from the cache"]["result"] == "ada seed 17"
     assert "x grpo" in checks["chats drawn"]["result"]

@@ -3,7 +3,7 @@
 The published way of playing (transformers' `generate` through TRL, the adapter unmerged, 32 chats a batch) runs in
 the same process on the same prompts, so every ratio is of two numbers measured side by side. The worst case is
 measured: no message ever ends, every one runs to its cap, and every row is trained. A second row gives the model's
-own lengths. Writes `benchmark.json`."""
+own lengths. Writes `benchmark.json`, and until it is whole `benchmark.partial.json`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from recipe import ARMS, TABLE_ARMS, Arm, Config, Plan, Row, Stream, keep_balanc
 from talk import talk_measures
 
 ENDLESS = -1  # an end-of-turn id that is never sampled
-MEMORY_BANDWIDTH = 4.3e12  # bytes/s, a device-to-device copy measured on an H200
+READ = 416  # tokens of a row that a copy reads, prompts and its partner's messages: about what GSM8K's chats have
 
 
 def alternate(rewards_K: Sequence[float], rewards_D: Sequence[float]) -> list[float]:
@@ -72,6 +73,16 @@ def arms_of_the_worst_case() -> Iterator[None]:
         ARMS.update(usual)
 
 
+def memory_bandwidth(device: str) -> float:
+    """Bytes a second that the device reads and writes when it copies 1 GB."""
+    import torch
+
+    source = torch.zeros(10**9, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * source.numel() / timed(device, lambda: target.copy_(source), 5)
+
+
 class Bench:
     """The parts that every measurement shares: a trainer on the model at hand, prompts as long as a chat's."""
 
@@ -81,6 +92,8 @@ class Bench:
         self.device = runs.pick_device(config)
         runs.quiet_libraries()
         self.model, self.tokenizer, self.template = runs.load_model(config, self.device, options.trust_remote_code)
+        self.about = runs.about_this_start(config, self.device, options.command)
+        self.scratch = tempfile.TemporaryDirectory()  # the trainers' folder, gone with the process
         self.rows: list[dict[str, Any]] = []
         self.start = {"imports_and_data": round(read, 1), "model": round(since_start() - read, 1)}
 
@@ -92,7 +105,7 @@ class Bench:
         generator = runs.generator_for(self.config, self.template, self.tokenizer.pad_token_id, lambda _: None)
         trainer = recipe.make_trainer(
             arm, 17, dataclasses.replace(self.config, steps=steps), self.data.train, model, self.tokenizer,
-            self.template, folder=self.options.out / "checkpoints" / "bench", save_every=0, identity="bench",
+            self.template, folder=Path(self.scratch.name), save_every=0, identity="bench",
             make_generator=generator, on_step=lambda _: None,
         )  # fmt: skip
         if endless:
@@ -118,8 +131,17 @@ class Bench:
     def note(self, work: str, value: float, unit: str, **more: Any) -> None:
         """Keep a row of the report and show it."""
         self.rows.append({"work": work, "value": round(value, 4), "unit": unit, **more})
+        self.write(self.partial)
         extra = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in more.items())
         print(f"{work:<58} {value:>10.3g} {unit:<8} {extra}", flush=True)
+
+    @property
+    def partial(self) -> Path:
+        return self.options.out / "benchmark.partial.json"
+
+    def write(self, path: Path, **more: Any) -> None:
+        report = {"about": self.about, "config": dataclasses.asdict(self.config), "rows": self.rows, **more}
+        records.write_whole(path, json.dumps(report, indent=1).encode() + b"\n")
 
     def step_seconds(self, call: Callable[[int], Any], few: int, many: int) -> float:
         """Seconds a decode step takes: the difference of a long and a short call, over their steps."""
@@ -127,7 +149,8 @@ class Bench:
         return (timed(self.device, lambda: call(many)) - timed(self.device, lambda: call(few))) / (many - few)
 
     def decode_steps(self, trainer: Any) -> None:
-        """ms a decode step by number of chats, and the published way at 32 on the same prompts."""
+        """ms a decode step with the chats of a step, four times as many and an evaluation's, and the published way
+        with the first, on the same prompts."""
         import numpy as np
         import torch
 
@@ -138,13 +161,15 @@ class Bench:
             trainer.generator(self.prompts(rows), streams=list(range(rows)), trained=[True] * rows, uniforms=uniforms,
                               max_new_tokens=count, temperature=self.config.temperature)  # fmt: skip
 
-        ours = {}
-        for rows in (32, 128, 600):
+        bandwidth, ours = memory_bandwidth(self.device), {}
+        self.note("copying memory", bandwidth / 1e12, "TB/s")
+        step = self.config.problems * self.config.group
+        for rows in (step, 4 * step, self.config.heldout_problems * self.config.eval_chats):
             ours[rows] = self.step_seconds(lambda count, rows=rows: call(rows, count), 32, 160)
-            share = weights / MEMORY_BANDWIDTH / ours[rows]
+            share = weights / bandwidth / ours[rows]
             self.note(f"a decode step, {rows} chats", 1000 * ours[rows], "ms", tokens_per_s=round(rows / ours[rows]),
                       share_of_weights_bound=round(share, 2))  # fmt: skip
-        prompts = self.prompts(32)
+        prompts = self.prompts(step)
 
         def published(count: int) -> None:
             trainer.generation_config.max_new_tokens = trainer.generation_config.min_new_tokens = count
@@ -155,8 +180,8 @@ class Bench:
         theirs = self.step_seconds(published, 8, 40)
         fuse.fuse(trainer.model)
         trainer.generation_config.min_new_tokens = None
-        ratio = round(theirs / ours[32], 1)
-        self.note("a decode step, 32 chats, the published way", 1000 * theirs, "ms", ours_is_faster_by=ratio)
+        ratio = round(theirs / ours[step], 1)
+        self.note(f"a decode step, {step} chats, the published way", 1000 * theirs, "ms", ours_is_faster_by=ratio)
 
     def steps_of(self, arm: str) -> dict[str, float]:
         """Seconds of a training step at the caps (the median of the last three of four) and its peak memory."""
@@ -177,10 +202,14 @@ class Bench:
         return {"total": total, **phases}
 
     def update(self, trainer: Any) -> None:
-        """The update of 64 rows of 960 tokens, 544 of them own, with the fused passes and without."""
-        own, vocabulary = (False,) * 416 + (True,) * 544, trainer.model.config.vocab_size
-        rows = [Row(Stream(tuple((7919 * i + k) % vocabulary for k in range(960)), own), 1.0) for i in range(64)]
-        batch = recipe.Batch(tuple(rows), 64 * 544, (), (), talk_measures([]), 0, 0, 0.0, 0.0)
+        """The update of a step's rows, both copies' of every chat at the caps, with the fused passes and without."""
+        config, vocabulary = self.config, trainer.model.config.vocab_size
+        count, own = 2 * config.problems * config.group, config.message_tokens + config.last_message_tokens
+        width = READ + own
+        trained = (False,) * READ + (True,) * own
+        ids = [tuple((7919 * i + k) % vocabulary for k in range(width)) for i in range(count)]
+        rows = tuple(Row(Stream(row, trained), 1.0) for row in ids)
+        batch = recipe.Batch(rows, count * own, (), (), talk_measures([]), 0, 0, 0.0, 0.0)
 
         def once() -> None:
             trainer.model.zero_grad()
@@ -193,7 +222,7 @@ class Bench:
             once()
             self.peak_memory()
             seconds = timed(self.device, once, 3)
-            self.note(f"update of 64 rows x 960 tokens{how}", seconds, "s", peak_GB=self.peak_memory(),
+            self.note(f"update of {count} rows x {width} tokens{how}", seconds, "s", peak_GB=self.peak_memory(),
                       token_budget=trainer.token_budget)  # fmt: skip
         trainer.model.zero_grad()
         fuse.fuse(trainer.model)
@@ -225,9 +254,17 @@ def estimate(bench: Bench, start: float, steps: dict[str, dict[str, float]], eva
     spans = {"a grpo or raft seed": run["grpo"], "an ada seed": run["ada"], "a mixed seed": run["mixed"],
              f"the table, {seeds} seeds": seeds * sum(run[arm] for arm in TABLE_ARMS) + base}  # fmt: skip
     for what, seconds in spans.items():
-        dollars = round(seconds / 3600 * bench.options.price, 2)
-        bench.note(f"{what}, estimated at the caps", seconds / 60, "min", dollars=dollars)
+        paid = {} if bench.device == "cpu" else {"dollars": round(seconds / 3600 * bench.options.price, 2)}
+        bench.note(f"{what}, estimated at the caps", seconds / 60, "min", **paid)
     return {name: seconds / 60 for name, seconds in {**run, "untrained": base}.items()}
+
+
+def gpu_checks(path: Path) -> list[Any]:
+    """What tests/gpu_decode.py added to the report that is replaced; its entries carry their own dates."""
+    try:
+        return list(json.loads(path.read_text("utf-8")).get("checks", []))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []
 
 
 def since_start() -> float:
@@ -242,8 +279,7 @@ def main(config: Config, options: Options) -> int:
     with runs.hashing(config.model):
         data = load_data(config)
     bench = Bench(config, options, data)
-    about = runs.about_this_start(config, bench.device, options.command)
-    print(f"{about['device']}, {about['model']['id']}, torch {about['versions']['torch']}")
+    print(f"{bench.about['device']}, {bench.about['model']['id']}, torch {bench.about['versions']['torch']}")
     made = since_start()
     trainer = bench.trainer("grpo", endless=False, steps=1, model=bench.model)
     trainer.train()
@@ -261,8 +297,8 @@ def main(config: Config, options: Options) -> int:
     steps = {arm: bench.steps_of(arm) for arm in WORST}
     bench.note("an ada step over a grpo step", steps["ada"]["total"] / steps["grpo"]["total"], "x")
     minutes = {arm: round(m, 2) for arm, m in estimate(bench, start, steps, evaluation).items()}
-    report = {"about": about, "config": dataclasses.asdict(config), "rows": bench.rows, "minutes": minutes}
-    path = Path(options.out) / "benchmark.json"
-    records.write_whole(path, json.dumps(report, indent=1).encode() + b"\n")
+    path = options.out / "benchmark.json"
+    bench.write(path, minutes=minutes, checks=gpu_checks(path))
+    bench.partial.unlink()
     print(f"written: {path}")
     return 0

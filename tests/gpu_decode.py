@@ -496,14 +496,14 @@ def finish(began: float, out: str | None, report: Path | None) -> None:
 def in_short(results: dict[str, object]) -> dict[str, object]:
     """What the benchmark report keeps: where and when, how many checks passed, and how the scores compare."""
     flags = [word for word in sys.argv[1:] if word in ("--quick", "--score-only")]
-    scores = {name.strip(): value for name, value in results.items() if "score," in name or "same mess" in name
-              or "paired" in name}  # fmt: skip
+    kept = ("score,", "same mess", "paired", "two ada steps", "token budget")
+    found = {name.strip(): value for name, value in results.items() if any(part in name for part in kept)}
     return {
         "command": " ".join(["python tests/gpu_decode.py", *flags]),
         **{name: results[name] for name in ("device", "torch", "date")},
         "passed": sum(value == "ok" for value in results.values()),
         "failed": results["failed"],
-        "found": scores,
+        "found": found,
     }
 
 

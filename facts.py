@@ -142,6 +142,7 @@ _MULTIPLES |= {verb + ending: n for verb, n in (("doubl", 2), ("tripl", 3)) for 
 _PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7}
 _PARTS |= {"eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100}
 _PART = "|".join(_PARTS)
+_SOME_PART = re.compile(_PART)
 # A "one" that stands for a noun, and a "once" that means "as soon as", are no quantities.
 _PRONOUNS = re.compile(
     r"\b(?:the|this|that|each|every|other|another|no|any|some|new|old|which|last|first|\w+er|\w+est) one\b"
@@ -177,8 +178,10 @@ def numbers_in(text: str) -> frozenset[str]:
 
 def _plain_digits(text: str) -> str:
     """Lower case, with every number in plain digits: "½" -> " 1/2", "1,200" -> "1200", "8:00" -> "8"."""
-    text = re.sub(r"([¼-¾⅐-⅞])", r" \1", text)  # 2½, which NFKC alone would make 21/2
-    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/").lower()
+    if not text.isascii():
+        text = re.sub(r"([¼-¾⅐-⅞])", r" \1", text)  # 2½, which NFKC alone would make 21/2
+        text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
+    text = text.lower()
     text = re.sub(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2", text).replace("{,}", ",")
     text = re.sub(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])", lambda m: m[0].replace(",", ""), text)
     return re.sub(r"(?<=[0-9])(?: (?=000\b)|:00\b)", "", text)
@@ -188,14 +191,20 @@ def _words_to_digits(text: str) -> str:
     """Write number words as digits; a "w" marks those that were words."""
     text = number_words_to_digits(_PRONOUNS.sub(" ", text))
     text = re.sub(r"[a-z]+", lambda m: f"{_MULTIPLES[m[0]]}w" if m[0] in _MULTIPLES else m[0], text)
-    # "two and a half" becomes 2 1/2; "two thirds", "one-third" and "a third of" become 2/3 and 1/3. Quarters
-    # are coins as well: a number before them is joined only in "three quarters of".
+    if _SOME_PART.search(text):
+        text = _parts_to_digits(text)
+    if "dozen" in text:
+        text = re.sub(r"\bhalf a dozen\b", "6w", text)
+        text = re.sub(r"(?:(?<![0-9.])([0-9]{1,9})w? )?\bdozen\b", lambda m: f"{12 * int(m[1] or 1)}w", text)
+    text = re.sub(r"\bhal(?:f|ves|ved)\b", "0.5w", text) if "hal" in text else text
+    return re.sub(r"\bquarters?\b", "0.25w", text) if "quarter" in text else text
+
+
+def _parts_to_digits(text: str) -> str:
+    """"two and a half" becomes 2 1/2; "two thirds", "one-third" and "a third of" become 2/3 and 1/3. Quarters are
+    coins as well: a number before them is joined only in "three quarters of"."""
     text = re.sub(rf"\b([0-9]+)w? and (?:a|1w)[ -]({_PART})\b", lambda m: f"{m[1]} 1/{_PARTS[m[2]]}", text)
     text = re.sub(rf"\b(?:an?|1w) ({_PART})\b(?= (?:of|as|the|more|less)|[.,])", lambda m: f"1/{_PARTS[m[1]]}", text)
     parts = rf"\b(?:([0-9])w?[ -](?!quarters(?! of))({_PART})s|1w-({_PART}))\b"
     text = re.sub(parts, lambda m: f"{m[1] or 1}/{_PARTS[m[2] or m[3]]}", text)
-    text = re.sub(r"\bhalf an? ([0-9]{1,12})w\b", lambda m: f"{int(m[1]) / 2}w", text)
-    text = re.sub(r"\bhalf a dozen\b", "6w", text)
-    text = re.sub(r"(?:(?<![0-9.])([0-9]{1,9})w? )?\bdozen\b", lambda m: f"{12 * int(m[1] or 1)}w", text)
-    text = re.sub(r"\bhal(?:f|ves|ved)\b", "0.5w", text)
-    return re.sub(r"\bquarters?\b", "0.25w", text)
+    return re.sub(r"\bhalf an? ([0-9]{1,12})w\b", lambda m: f"{int(m[1]) / 2}w", text)

@@ -259,10 +259,12 @@ def number_words_to_digits(text: str) -> str:
     text = _WORD.sub(lambda m: f"{NUMBER_WORDS[m[0]]}w" if m[0] in NUMBER_WORDS else m[0], text)
     text = re.sub(r"\b([2-9])0w[ -]([1-9]w)\b(?!-\d)", r"\1\2", text)  # but "twenty 5-dollar bills"
     for word, scale in NUMBER_SCALES.items():
-        scaled = rf"(?:(?<![\d.,])(\d{{1,9}}(?:\.\d{{1,9}})?)w?[ -])?\b{word}\b"
-        text = re.sub(scaled, lambda m, scale=scale: f"{Fraction(m[1] or 1) * scale}w", text, flags=re.ASCII)
-        text = re.sub(r"\b(\d+)00w(?: and)? (\d{1,2})w\b", lambda m: f"{m[1]}{int(m[2]):02}w", text)
-        text = re.sub(r"\b(\d+)000w (\d{3})w\b", r"\1\2w", text)
+        if word in text:
+            scaled = rf"(?:(?<![\d.,])(\d{{1,9}}(?:\.\d{{1,9}})?)w?[ -])?\b{word}\b"
+            text = re.sub(scaled, lambda m, scale=scale: f"{Fraction(m[1] or 1) * scale}w", text, flags=re.ASCII)
+        if "00w" in text:
+            text = re.sub(r"\b(\d+)00w(?: and)? (\d{1,2})w\b", lambda m: f"{m[1]}{int(m[2]):02}w", text)
+            text = re.sub(r"\b(\d+)000w (\d{3})w\b", r"\1\2w", text)
     return text
 
 

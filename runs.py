@@ -838,6 +838,7 @@ def write_results(
     import tables
 
     bad: list[str] = []
+    show(f"summing up {len(usable)} records; their intervals are resampled, which takes a minute for a whole table")
     try:
         results = summary(options, usable, reused, failed, state)
     except report.ResultsError:

@@ -123,7 +123,7 @@ def make_lab(order: Order, data: Data, teller: Teller, signals: Signals, alone: 
     here = runs.run_key(config, order.key["data"])
     differs = [part for part, value in order.key.items() if value not in (None, here[part])]
     if differs:
-        raise UserError(f"on {socket.gethostname()} the {' and '.join(differs)} differ from those of this start "
+        raise UserError(f"on {socket.gethostname()} the {runs.parts_differ(differs)} from this start's "
                         f"(--model {config.model}): every machine needs the same ones at the same place")  # fmt: skip
     if order.threads:
         torch.set_num_threads(order.threads)

@@ -47,7 +47,7 @@ from recipe import (
     problems_json,
 )
 from records import record_name, run_label
-from words import clean, one_line
+from words import clean, listed, one_line
 
 
 @dataclass(frozen=True)
@@ -462,6 +462,11 @@ def read_runs(options: Options, say: Callable[[str], None]) -> tuple[dict[RunNam
     return found, broken
 
 
+def parts_differ(parts: Sequence[str]) -> str:
+    """"model and code differ", "training differs": the parts of a key, as a phrase."""
+    return f"{listed(parts)} {'differs' if len(parts) == 1 and parts[0] != 'prompts' else 'differ'}"
+
+
 def stale_parts(record: dict[str, Any], key: dict[str, str | None]) -> list[str]:
     """The parts in which a record differs from what would be run now. A part that cannot be told here is trusted."""
     want = {**key, "arm": arm_digest(record["arm"])}
@@ -491,10 +496,10 @@ def sort_runs(
             forget_checkpoints(options, *name)  # a kill may have come between the record and this
         elif name in wanted:
             kept = records.set_aside(record_path(options, *name))
-            why = f"its {' and '.join(differs)} differ" if differs else "run anew (--reuse would have kept it)"
+            why = f"its {parts_differ(differs)}" if differs else "run anew (--reuse would have kept it)"
             say(f"{label}: {why}; the old record is {kept}")
         else:
-            say(f"{label}: not used, its {' and '.join(differs)} differ from this start's")
+            say(f"{label}: not used, its {parts_differ(differs)} from this start's")
     return usable, [name for name in wanted if name not in usable], reused
 
 
@@ -727,7 +732,7 @@ def plan(config: Config, options: Options) -> int:
     data = load_data(config) if here else None
     key = run_key(config, data.report["fingerprint"] if data else None)
     found, broken = read_runs(options, show)
-    total = 0.0
+    total, left = 0.0, 0
     for arm, seed in options.wanted:
         differs = stale_parts(found[arm, seed], key) if (arm, seed) in found else ["absent"]
         if options.reuse and not differs:
@@ -735,13 +740,15 @@ def plan(config: Config, options: Options) -> int:
         else:
             started = seed is not None and any(checkpoint_folder(options, arm, seed).glob("checkpoint-*"))
             spent = expected_minutes(options, arm, found.values())
-            total += spent
+            total, left = total + spent, left + 1
             what = "goes on from its checkpoint" if options.reuse and started else "runs"
             what += f", about {spent:.1f} min" if spent else ""
-            what += f" ({' and '.join(differs)} differ)" if differs and differs != ["absent"] else ""
+            what += f" (its {parts_differ(differs)})" if differs and differs != ["absent"] else ""
         print(f"{run_label(arm, seed):<20} {what}")
     if total:
         print(f"in all about {total:.0f} min, ${total / 60 * options.price:.2f} at ${options.price:g} an hour")
+    elif not left:
+        print("nothing is left to run: without --plan the table is made of what is reused")
     else:
         print(f"no estimate: python recipe.py --bench writes {options.out / 'benchmark.json'}, from which it is made")
     return 1 if broken else 0

@@ -175,6 +175,10 @@ def test_one_small_arm_from_start_to_table_then_reused_without_torch(
     assert recipe.main(words) == 0
     out = Path(flags[flags.index("--out") + 1])
     shown = capsys.readouterr().out
+    assert recipe.main([*words, "--reuse", "--plan"]) == 0
+    planned = capsys.readouterr().out.splitlines()
+    assert planned == ["untrained            reused", "raft seed 17         reused",
+                       "nothing is left to run: without --plan the table is made of what is reused"]  # fmt: skip
     assert "raft seed 17: trained pair" in shown and "(n 6 problems)" in shown
     first = json.loads((out / "results.json").read_text())
     assert not (out / "checkpoints" / "raft-s17").exists() and not list(out.glob("**/*.tmp"))
@@ -190,13 +194,30 @@ def test_one_small_arm_from_start_to_table_then_reused_without_torch(
     assert again == first
 
 
+def test_the_plan_says_how_long_by_the_benchmark(flags: list[str], capsys: Any) -> None:
+    words = [*flags, "--arm", "ada", "--arm", "raft", "--seeds", "17", "--plan", "--price", "3"]
+    assert recipe.main(words) == 0
+    unknown = capsys.readouterr().out.splitlines()
+    assert unknown[:3] == ["untrained            runs", "ada seed 17          runs", "raft seed 17         runs"]
+    out = Path(flags[flags.index("--out") + 1])
+    assert unknown[3] == f"no estimate: python recipe.py --bench writes {out / 'benchmark.json'}, from which it is made"
+    assert not out.exists()
+    out.mkdir()
+    minutes = {"untrained": 1.5, "grpo": 5, "ada": 8.5, "raft": 5}
+    (out / "benchmark.json").write_text(json.dumps({"minutes": minutes}))
+    assert recipe.main(words) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "untrained            runs, about 1.5 min", "ada seed 17          runs, about 8.5 min",
+        "raft seed 17         runs, about 5.0 min", "in all about 15 min, $0.75 at $3 an hour"]  # fmt: skip
+
+
 def test_a_changed_setting_makes_a_record_stale_and_says_which(flags: list[str], capsys: Any) -> None:
     words = [*flags, "--arm", "raft", "--seeds", "17"]
     assert recipe.main(words) == 0
     capsys.readouterr()
     assert recipe.main([*words, "--reuse", "--steps", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "raft seed 17: its training differ; the old record is" in shown
+    assert "raft seed 17: its training differs; the old record is" in shown
     out = Path(flags[flags.index("--out") + 1])
     assert (out / "runs" / "old" / "raft-s17.1.json.xz").is_file()
     assert records.read_record(out / "runs" / "raft-s17.json.xz")["config"]["steps"] == 1

@@ -190,7 +190,7 @@ def test_a_worker_apart_from_the_output_folder_leaves_nothing_behind(order: clus
 def test_a_worker_with_another_model_stops_the_start(order: cluster.Order, data: Any) -> None:
     other = dataclasses.replace(order, key={**order.key, "model": "another"})
     outcome = cluster.run_task(other, data, Noted(), (("grpo", 17), 0))
-    assert "the model differ from those of this start" in outcome.trouble and order.config.model in outcome.trouble
+    assert "the model differs from this start's" in outcome.trouble and order.config.model in outcome.trouble
 
 
 def test_a_worker_is_sent_every_module_that_it_imports() -> None:

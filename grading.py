@@ -1,8 +1,8 @@
 r"""Read the boxed answer of a chat's last message and grade it: one reader for reward, evaluation, agreement.
 
-The last `\boxed{...}` counts, its braces counted, and it must hold one number. Dressing is taken off first:
-currency, unit words, LaTeX text and spacing, thousands separators, closing punctuation. What then is a plain
-number (whole, decimal, fraction, mixed, percent, or in words) is compared exactly. Short arithmetic, such as
+The last `\boxed{...}` counts (`\box` and `\fbox` too), its braces counted, and it must hold one number. Dressing is
+taken off first: currency, unit words, LaTeX text and spacing, thousands separators, closing punctuation. What then is
+a plain number (whole, decimal, fraction, mixed, percent, or in words) is compared exactly. Short arithmetic, such as
 `\frac{3+5}{2}` or `\sqrt{324}`, is compared by Math-Verify through whileai's MathEqual. All else is wrong,
 and counted by kind.
 

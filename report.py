@@ -544,8 +544,22 @@ def _noise(series: Sequence[Series]) -> Json | None:
     if len(reruns) < 2:
         return None
     found = wai.eval_variance(*reruns)
+    spread = [std for s in series if s.partner == "trained_pair" if (std := resampling_std(s)) is not None]
     return {"run_std": found["run_std"], "n_runs": found["n_runs"], "means": list(found["means"].values()),
-            "noise_band": found["noise_band"], "stability": found["stability"]}  # fmt: skip
+            "noise_band": found["noise_band"], "stability": found["stability"],
+            "trained_std": mean(spread) if spread else None}  # fmt: skip
+
+
+def resampling_std(s: Series) -> float | None:
+    """How far a score would move if its chats were sampled again: sqrt(sum over problems of var(chats) / chats) /
+    problems, from the chats that each problem has; the mean over seeds. None where a problem has one chat."""
+    found = []
+    for chats in s.chats:
+        groups = [[c.reward for c in group] for group in by_problem(chats).values()]
+        if min(map(len, groups)) < 2:
+            return None
+        found.append(math.sqrt(math.fsum(variance(rewards) / len(rewards) for rewards in groups)) / len(groups))
+    return mean(found)
 
 
 def _deltas(series: Sequence[Series], noise: Json | None) -> Json:
@@ -741,27 +755,32 @@ def _origin_checks(every: Sequence[Run], results: Json) -> list[tuple[str, str, 
     header = results["header"]
     model, commit, clean = header["model"], header.get("commit"), header.get("clean")
     origin = (f"{model['id']}, revision {model.get('revision')}, {model.get('loaded_as')}; {header['device']}; "
-              f"commit {(commit or 'unknown')[:12]}")  # fmt: skip
+              f"summed up at commit {(commit or 'unknown')[:12]}")  # fmt: skip
     origin += {True: "", False: ", with changes that are not committed"}.get(clean, ", not known whether clean")
+    known = [clean is True and bool(commit), *(run.about.get("clean") for run in every)]
+    origin += "; of some runs it is not known whether their checkout was clean" if None in known else ""
+    traced = False if False in known else None if None in known else True
     mixed = [words for part in ("device", "commit", "clean", "model") if (words := _mixed(every, part))]
     pinned = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     versions = _mixed(every, "versions")
     return [
         ("reused from the cache", "run records", ", ".join(header.get("reused") or []) or "nothing", None),
         ("pinned versions", "run records", versions or pinned, not versions),
-        ("model, device, commit", "run records, git", origin, bool(commit) and clean is True),
+        ("model, device, commit", "run records, git", origin, traced),
         ("one machine, one commit", "run records", "; ".join(mixed) or "all records agree", not mixed),
         ("one experiment", "digests in the run records", *_one_experiment(every)),
     ]
 
 
 def _one_experiment(every: Sequence[Run]) -> tuple[str, bool]:
-    """Whether the records are of the same code and settings, whatever commits they were made at."""
+    """Whether the records are of the same settings and the same chat, credit and training step (runs.CODE), whatever
+    commits they were made at. Samplers, kernels and the grader are not in it: tests hold them to one result."""
     parts = sorted({part for run in every for part in run.key} - {"arm"})  # an arm's own definition differs by arm
     differ = [part for part in parts if len({json.dumps(run.key.get(part), sort_keys=True) for run in every}) > 1]
     if differ:
         return f"not the same in all records: {listed(differ)}", False
-    return f"{listed(parts)} are the same in all {len(every)} records", True
+    words = f"{listed(parts)} are the same in all {len(every)} records"
+    return words + "; code is recipe.py's chat, credit and training step" * ("code" in parts), True
 
 
 def _length_words(arm: Json, untrained: Json | None) -> str:
@@ -769,9 +788,12 @@ def _length_words(arm: Json, untrained: Json | None) -> str:
         before, after = (mean_of(row["talk"][name]) if row else None for row in (untrained, arm))
         return f"{num(before, digits)} to {num(after, digits)}"
 
-    seeds = "" if len(arm["seeds"]) < 2 else f" (by seed {' '.join(map(num, arm['talk']['echoes']))})"
+    def seeds(name: str) -> str:
+        return "" if len(arm["seeds"]) < 2 else f" (by seed {' '.join(map(num, arm['talk'][name]))})"
+
     return (f"message {change('message_tokens', 0)} tokens, answer {change('answer_tokens', 0)}; truncated "
-            f"{change('truncated', 2)}, no box {change('no_box', 2)}, echoes {change('echoes', 2)}{seeds}")  # fmt: skip
+            f"{change('truncated', 2)}, no box {change('no_box', 2)}, echoes {change('echoes', 2)}{seeds('echoes')}, "
+            f"copies answer {change('copies_answer', 2)}{seeds('copies_answer')}")  # fmt: skip
 
 
 def hack_words(runs: Sequence[Run]) -> tuple[str, bool | None]:

@@ -55,6 +55,8 @@ def _table_rows(results: Json) -> list[list[str]]:
             verdict = delta["compare"]["word"] + "*" * bool(delta["flag"])
         means = [num(mean_of(row["talk"][name])) for name in ("sends_own", "uses_partners")]
         minutes = num(mean_of(row["minutes"]), 1)
+        if shared_words(results) and row["minutes"]:
+            minutes += f" ({num(results['cost']['card_minutes'][arm] / len(row['minutes']), 1)})"
         rows.append([arm, plus_minus(row), seeds, plus_minus(arms.get(arm + OTHER)), *means, minutes, verdict])
     return rows
 
@@ -78,10 +80,14 @@ def in_words(results: Json) -> list[str]:
     noise, arms = results["noise"], results["arms"]
     floor = "the noise of an evaluation was not measured"
     if noise:
-        floor = f"one model evaluated again moves by {num(noise['run_std'], 3)} (std of {noise['n_runs']} re-runs)"
+        floor = "the untrained pair evaluated again moves by "
+        floor += f"{num(noise['run_std'], 3)} (std of {noise['n_runs']} re-runs)"
+        if noise["trained_std"] is not None:
+            floor += f", a trained one by {num(noise['trained_std'], 3)} (from its chats on the same problems)"
     seeds = max((len(row["seeds"]) for row in arms.values() if row["partner"] == "trained_pair"), default=0)
     problems = next(iter(arms.values()))["mean"]["n_problems"]
-    sentences = ["± is half a 95% interval, over training seeds and problems (untrained: over problems). "
+    sentences = ["± is half a 95% interval, over training seeds and problems (untrained: over problems, its scores "
+                 "are re-runs). "
                  f"n: {problems} problems, {seeds} seed{'s' * (seeds != 1)}; {floor}."]  # fmt: skip
     sentences += [shared_words(results)] if shared_words(results) else []
     for partner in PARTNERS:
@@ -152,10 +158,11 @@ def _learned(results: Json) -> str:
 
 def _result_table(results: Json) -> str:
     head, unit = results["header"], results["cost"]["unit"]
+    part = " (its part of the card)" * bool(shared_words(results))
     heads = ["method", "team solves it", "per seed", "with an untrained partner", "sends own facts", "uses partner's",
-             f"{unit} a seed", f"against {BASELINE}"]  # fmt: skip
+             f"{unit} a seed{part}", f"against {BASELINE}"]  # fmt: skip
     where = (f"{head['model']['id']} on {head['device']}, {seed_words(results)}, "
-             f"commit {(head.get('commit') or 'unknown')[:12]}.")  # fmt: skip
+             f"summed up at commit {(head.get('commit') or 'unknown')[:12]}.")  # fmt: skip
     words = " ".join([where, *in_words(results)]).replace("*", "\\*")
     return f"{markdown(heads, _table_rows(results))}\n\n{words}"
 

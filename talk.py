@@ -37,6 +37,13 @@ def is_echo(heard: str, said: str) -> bool | None:
     return len(before & after) >= ECHO_SHARE * len(after) if after else None
 
 
+def copies_answer(g: GradedChat) -> bool:
+    """Whether B, who reads A's last message before its own, boxes A's answer and names no other number: it may be
+    right and has worked nothing out."""
+    a, b = (Answer(grade.value, grade.kind) for grade in g.grades)
+    return same_answer(a, b) and len(numbers_in(g.chat.turns[3].text)) <= 1
+
+
 @dataclass(frozen=True)
 class Talk:
     """Talk measures over a set of chats. Shares are pooled: counted over all copies of all chats, then divided."""
@@ -50,6 +57,7 @@ class Talk:
     truncated: float  # share of messages cut at the cap
     no_box: float  # share of last messages without a box
     echoes: float  # share of messages after the first, of 8 words or more, that repeat the one before
+    copies_answer: float  # share of chats in which B's last message boxes A's answer and names no other number
 
 
 def talk_measures(graded: Sequence[GradedChat]) -> Talk:
@@ -78,6 +86,7 @@ def talk_measures(graded: Sequence[GradedChat]) -> Talk:
         truncated=share((turn.truncated, 1) for turn in [*early, *last]),
         no_box=share((g.kind == "no_box", 1) for pair in graded for g in pair.grades),
         echoes=share((echo, 1) for echo in echoes if echo is not None),
+        copies_answer=share((copies_answer(g), 1) for g in graded),
     )
 
 

@@ -186,27 +186,26 @@ def partial_words(results: Json) -> str:
     return f"Partial results: {one_line('; '.join(missing), 1000)}." if missing else ""
 
 
-ECHOING = 0.25  # a run with more of its messages than this repeating the one before is named
+HABIT = 0.25  # a run with a larger share than this of something that stands in for talk is named
 
 
-def echo_words(results: Json) -> str:
-    """The trained runs whose copies repeat each other, with their scores beside those of the others; empty if none
-    does."""
+def habit_words(results: Json, measure: str, what: str, where: str) -> str:
+    """The trained runs with much of a habit, with their scores beside those of the others; empty if none has."""
     runs = [
-        (echoes, score, f"{arm} seed {seed}")
+        (share, score, f"{arm} seed {seed}")
         for arm, row in results["arms"].items()
         if row["partner"] == "trained_pair"
-        for seed, score, echoes in zip(row["seeds"], row["score"], row["talk"]["echoes"], strict=True)
-        if echoes is not None
+        for seed, score, share in zip(row["seeds"], row["score"], row["talk"][measure], strict=True)
+        if share is not None
     ]
-    loud, others = [sorted((r for r in runs if (r[0] > ECHOING) is side), reverse=True) for side in (True, False)]
-    if not loud:
+    much, others = [sorted((r for r in runs if (r[0] > HABIT) is side), reverse=True) for side in (True, False)]
+    if not much:
         return ""
-    named = listed([f"{name} ({num(echoes)} of the messages, score {num(score)})" for echoes, score, name in loud])
-    words = f"Copies that repeat each other nearly word for word: {named}."
+    named = [f"{name} ({num(share)} of the {where}, score {num(score)})" for share, score, name in much]
+    words = f"{what}: {listed(named)}."
     if others:
-        words += (f" In the other {len(others)} trained runs it is {span(r[0] for r in others)} of the messages, and "
-                  f"they score {span(r[1] for r in others)}.")  # fmt: skip
+        words += (f" In the other {len(others)} trained runs it is {span(r[0] for r in others)}, and they score "
+                  f"{span(r[1] for r in others)}.")  # fmt: skip
     return words
 
 
@@ -218,31 +217,74 @@ def span(values: Iterable[float | None]) -> str:
 
 
 def learned(results: Json) -> list[str]:
-    """What the numbers support: what training does, what it is worth with a stranger, which runs only repeat, what is
-    left open between the rules."""
+    """What the numbers support: what training does, what it is worth with a stranger, which runs found something else
+    than talk, what replay does, and what is left open between the rules."""
     rows = {arm: results["arms"][arm] for arm in arms_of(results) if results["arms"][arm]["mean"]["value"] is not None}
-    trained = [arm for arm in rows if arm != "untrained"]
+    trained = {arm: row for arm, row in rows.items() if arm != "untrained"}
     if not trained or "untrained" not in rows:
         return ["Nothing yet: it takes the untrained pair and a trained one."]
+    found = [
+        _gain_words(rows["untrained"], trained),
+        _stranger_words(rows["untrained"], trained, results),
+        habit_words(results, "echoes", "Copies that repeat each other nearly word for word", "messages"),
+        habit_words(results, "copies_answer", "B boxes what A has boxed and names no other number", "chats"),
+        _replay_words(trained),
+        f"{answer(results)[1]} {_one_sided_words(results)}{results['reliability']['words']}",
+    ]
+    return [text for text in found if text]
 
-    def talk(arm: str, measure: str) -> float | None:
-        return mean_of(rows[arm]["talk"][measure])
 
-    base = rows["untrained"]["mean"]["value"]
-    partner = [row_of(results, arm, "untrained_partner") for arm in trained]
-    first = (
-        f"Training moves the pair's score from {num(base)} to {span([rows[a]['mean']['value'] for a in trained])} "
-        f"(means over seeds, by rule). A copy sends {num(talk('untrained', 'sends_own'))} of the numbers that only it "
-        f"has before, {span([talk(a, 'sends_own') for a in trained])} after, and uses "
-        f"{num(talk('untrained', 'uses_partners'))} of its partner's before, "
-        f"{span([talk(a, 'uses_partners') for a in trained])} after."
-    )
-    second = (
-        "Part of the skill is a habit of the pair: with an untrained partner the trained copies score "
-        f"{span([row['mean']['value'] for row in partner if row])}."
-    )
-    third = f"{answer(results)[1]} {results['reliability']['words']}"
-    return [text for text in (first, second, echo_words(results), third) if text]
+def _gain_words(base: Json, trained: dict[str, Json]) -> str:
+    def after(measure: str) -> str:
+        return span(mean_of(row["talk"][measure]) for row in trained.values())
+
+    high, lows = base["mean"]["high"], {arm: row["mean"]["low"] for arm, row in trained.items()}
+    above = [arm for arm, low in lows.items() if low is not None and high is not None and low > high]
+    below = [arm for arm in trained if arm not in above]
+    words = (f"Training moves the pair's score from {num(base['mean']['value'])} to "
+             f"{span(row['mean']['value'] for row in trained.values())} (means over seeds, by rule; single seeds "
+             f"{span(score for row in trained.values() for score in row['score'])}).")  # fmt: skip
+    if above and below:
+        words += f" The intervals of {listed(above)} lie above the untrained pair's, those of {listed(below)} do not."
+    return (f"{words} A copy sends {num(mean_of(base['talk']['sends_own']))} of the numbers that only it has before, "
+            f"{after('sends_own')} after, and uses {num(mean_of(base['talk']['uses_partners']))} of its partner's "
+            f"before, {after('uses_partners')} after.")  # fmt: skip
+
+
+def _stranger_words(base: Json, trained: dict[str, Json], results: Json) -> str:
+    start = base["mean"]["value"]
+    beside = {arm: row for arm in trained if (row := row_of(results, arm, "untrained_partner"))}
+    pair, stranger = (span(row["mean"]["value"] - start for row in rows.values()) for rows in (trained, beside))
+    return (f"Of the pair's gain of {pair} over the untrained pair, {stranger} is there with an untrained partner "
+            f"(score {span(row['mean']['value'] for row in beside.values())}, both answers counted): the rest is a "
+            "habit of the pair.") if beside else ""  # fmt: skip
+
+
+def _replay_words(trained: dict[str, Json]) -> str:
+    flat = {
+        arm: [num(mean_of(trained[arm]["training"][f"flat_{when}"])) for when in ("early", "late")]
+        for arm in ("grpo", "ada")
+        if arm in trained and trained[arm]["training"]
+    }
+    if len(flat) < 2:
+        return ""
+    (grpo_early, grpo_late), (ada_early, ada_late) = flat["grpo"], flat["ada"]
+    return (f"Of GRPO's groups {grpo_early} are flat in the first quarter of the steps and {grpo_late} in the last, of "
+            f"Ada's, after its replays, {ada_early} and {ada_late}.")  # fmt: skip
+
+
+def _one_sided_words(results: Json) -> str:
+    """The rules that are on one side of the baseline with every seed though their interval does not exclude zero."""
+    words = []
+    for arm, both in results["deltas"].items():
+        if not (pair := both.get("trained_pair")) or not (matched := pair["matched"]) or matched["low"] is None:
+            continue
+        signs = {difference > 0 for difference in matched["per_seed"]}
+        if len(signs) == 1 and matched["low"] < 0 < matched["high"]:
+            side = "above" if signs == {True} else "below"
+            words.append(f"{name_of(arm)} is {side} GRPO with each of its {len(matched['per_seed'])} seeds, and "
+                         f"`wai.compare` says {pair['compare']['word']}. ")  # fmt: skip
+    return "".join(words)
 
 
 def climb(results: Json) -> list[list[str]]:

@@ -175,6 +175,18 @@ def test_a_message_that_repeats_the_one_before_is_an_echo() -> None:
     assert math.isnan(talk_measures([grade_chat(chat_of("a", "b", "c", "d"))]).echoes)
 
 
+def test_copying_the_answer_is_to_box_it_and_name_no_other_number() -> None:
+    """B has read A's last message when it writes its own."""
+
+    def copied(a: str, b: str) -> float:
+        return talk_measures([grade_chat(chat_of("I have 3.", "I have 4.", a, b))]).copies_answer
+
+    assert copied(r"3 + 4 = \boxed{7}", r"work out the answer step by step: \boxed{7}") == 1
+    assert copied(r"3 + 4 = \boxed{7}", r"3 + 4 is \boxed{7}") == 0  # worked out
+    assert copied(r"3 + 4 = \boxed{7}", r"\boxed{8}") == 0
+    assert copied("7", r"\boxed{7}") == 0 and copied("none", "none") == 0  # A has boxed nothing
+
+
 def test_a_chat_goes_through_json_and_back_and_can_be_graded_again() -> None:
     graded = grade_chat(chat_of("x", "y", r"\boxed{7}", "none"))
     problems = problems_from_json(problems_json([graded]))

@@ -449,6 +449,20 @@ def test_checks_are_complete(edited: tuple[Any, Any], results: dict[str, Any]) -
     assert "x grpo" in checks["chats drawn"]["result"]
 
 
+def test_how_far_a_score_would_move_if_its_chats_were_sampled_again() -> None:
+    """By hand: rewards 1 and 0 (variance 1/2) and twice 1/2 (0) on two problems of two chats: sqrt(1/2 / 2) / 2. A
+    second seed without any spread has 0, so the mean is half of it."""
+
+    def chats(*rewards: float) -> Any:
+        problems = ("p", "p", "q", "q")[: len(rewards)]
+        return tuple(SimpleNamespace(reward=r, chat=SimpleNamespace(problem=SimpleNamespace(id=name)))
+                     for r, name in zip(rewards, problems, strict=True))  # fmt: skip
+
+    both = report.Series("grpo", "trained_pair", (17, 18), (chats(1, 0, 0.5, 0.5), chats(1, 1, 0, 0)))
+    assert report.resampling_std(both) == pytest.approx(0.25 / 2)
+    assert report.resampling_std(report.Series("grpo", "trained_pair", (17,), (chats(1),))) is None
+
+
 def test_runs_that_share_a_card_share_its_minutes() -> None:
     """By hand, on card X: grpo 0 to 10 min, ada 5 to 15 min, so 5 minutes each alone and 2.5 each of the shared 5. On
     card Y raft for 10 min, with two processes. The pair and mixed began in one start: 1 min, then 4 min."""
@@ -479,12 +493,20 @@ def test_what_the_readme_says_of_single_runs_is_in_their_records() -> None:
     def drawn(arm: str, seed: int) -> list[dict[str, Any]]:
         return read_record(ROOT / "runs" / f"{arm}-s{seed}.json.xz")["drawn"]
 
-    right = {seed: sum(d["rewards"].count(1.0) for d in drawn("raft", seed) if d["step"] < 10) for seed in (17, 18, 19)}
-    late = [d["rewards"] for d in drawn("mixed", 18) if d["step"] >= 40]
-    copy, stranger = (np.mean([rewards[half] for rewards in late]) for half in (slice(0, 2), slice(2, 4)))
+    right = {seed: sum(d["rewards"].count(1.0) for d in drawn("raft", seed) if d["step"] < 10) for seed in SEEDS}
+    with_right = {seed: {d["step"] for d in drawn("raft", seed) if 1.0 in d["rewards"]} for seed in SEEDS}
+    none = {seed: 80 - len(steps) for seed, steps in with_right.items()}
     prose = " ".join((ROOT / "README.md").read_text("utf-8").split())
     assert f"in its first ten steps, seed 17 played {right[17]}, seed 18 {right[18]} and seed 19 {right[19]}" in prose
-    assert f"with the untrained partner paid {stranger:.2f} and those with its own copy {copy:.2f}" in prose
+    assert f"no update, in {none[17]} of 80 steps, the others in {none[18]} and {none[19]}" in prose
+    late = {seed: [d["rewards"] for d in drawn("mixed", seed) if d["step"] >= 40] for seed in SEEDS}
+    paid = [
+        " and ".join(f"{np.mean([rewards[half] for rewards in late[seed]]):.2f}" for half in (slice(0, 2), slice(2, 4)))
+        for seed in SEEDS
+    ]  # of the four chats of a problem the last two are with the untrained partner
+    assert f"paid {paid[0]} in seed 17, {paid[1]} in seed 18, {paid[2]} in seed 19" in prose
+    total = {arm: sum(len(d["rewards"]) for seed in SEEDS for d in drawn(arm, seed)) for arm in ("ada", "grpo")}
+    assert f"the {total['ada'] / total['grpo']:.1f} times as many that it draws" in prose
 
 
 def test_cost_adds_up(records: tuple[Any, Any], results: dict[str, Any]) -> None:
@@ -667,7 +689,7 @@ def test_score_of_a_finished_run_in_words(records: tuple[Any, Any], results: dic
 def test_climb_and_learned_say_what_the_numbers_say() -> None:
     """Made by hand: untrained 0.10, grpo 0.30, raft 0.25; only grpo with an untrained partner."""
 
-    def row(partner: str, value: float, sends: float, echoes: float = 0.125) -> dict[str, Any]:
+    def row(partner: str, value: float, sends: float, echoes: float = 0.125, copies: float = 0.0) -> dict[str, Any]:
         mean = {"value": value, "low": value - 0.05, "high": value + 0.05, "over": "seeds and problems"}
         return {
             "partner": partner,
@@ -675,7 +697,8 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
             "pass_at_1": [],
             "seeds": [17],
             "score": [value],
-            "talk": {"sends_own": [sends], "uses_partners": [0.5], "echoes": [echoes]},
+            "talk": {"sends_own": [sends], "uses_partners": [0.5], "echoes": [echoes], "copies_answer": [copies]},
+            "training": {"flat_early": [0.75], "flat_late": [0.5]},
         }
 
     arms = {
@@ -684,8 +707,9 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
         "grpo_untrained_partner": row("untrained_partner", 0.15, 0.9),
         "raft": row("trained_pair", 0.25, 0.8),
     }
-    matched = {"value": -0.05, "low": -0.09, "high": -0.01}
-    results = {"arms": arms, "deltas": {"raft": {"trained_pair": {"matched": matched}}}, "reliability": {"words": "R."}}
+    matched = {"value": -0.05, "low": -0.09, "high": -0.01, "per_seed": [-0.05]}
+    pair = {"matched": matched, "compare": {"word": "flat"}}
+    results = {"arms": arms, "deltas": {"raft": {"trained_pair": pair}}, "reliability": {"words": "R."}}
     assert words.climb(results) == [
         ["0", words.CHANGES["untrained"], "0.100 [0.050, 0.150]", "–"],
         ["1", words.CHANGES["grpo"], "0.300 [0.250, 0.350]", "baseline"],
@@ -693,14 +717,22 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
     ]
     first, second, third = words.learned(results)
     assert "from 0.10 to 0.25 to 0.30" in first and "sends 0.50 of" in first and "0.80 to 0.90 after" in first
-    assert "score 0.15." in second
+    assert "single seeds 0.25 to 0.30" in first and "intervals" not in first  # both lie above 0.15
+    assert "gain of 0.15 to 0.20 over the untrained pair, 0.05 is there" in second and "(score 0.15," in second
     assert "RAFT −0.05 [−0.09, −0.01] can be told apart from GRPO" in third and third.endswith("R.")
-    arms["mixed"] = row("trained_pair", 0.05, 0.5, echoes=0.5)
-    *_, echo, _ = words.learned(results)
+
+    arms |= {"mixed": row("trained_pair", 0.05, 0.5, echoes=0.5), "ada": row("trained_pair", 0.32, 0.9, copies=0.75)}
+    unsure = {"value": -0.25, "low": -0.6, "high": 0.1, "per_seed": [-0.3, -0.2]}
+    results["deltas"]["mixed"] = {"trained_pair": {"matched": unsure, "compare": {"word": "moved the wrong way"}}}
+    first, _, echo, copies, flat, last = words.learned(results)
+    assert "The intervals of grpo, raft and ada lie above the untrained pair's, those of mixed do not." in first
     assert echo == (
         "Copies that repeat each other nearly word for word: mixed seed 17 (0.50 of the messages, score 0.05). In the "
-        "other 2 trained runs it is 0.12 of the messages, and they score 0.25 to 0.30."
+        "other 3 trained runs it is 0.12, and they score 0.25 to 0.32."
     )
+    assert copies.startswith("B boxes what A has boxed and names no other number: ada seed 17 (0.75 of the chats, ")
+    assert "GRPO's groups 0.75 are flat" in flat and flat.endswith("of Ada's, after its replays, 0.75 and 0.50.")
+    assert "Mixed partners is below GRPO with each of its 2 seeds, and `wai.compare` says moved the wrong way." in last
 
 
 def test_what_is_missing_is_gathered_by_seeds() -> None:

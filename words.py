@@ -241,11 +241,13 @@ def _gain_words(base: Json, trained: dict[str, Json]) -> str:
     high, lows = base["mean"]["high"], {arm: row["mean"]["low"] for arm, row in trained.items()}
     above = [arm for arm, low in lows.items() if low is not None and high is not None and low > high]
     below = [arm for arm in trained if arm not in above]
-    words = (f"Training moves the pair's score from {num(base['mean']['value'])} to "
-             f"{span(row['mean']['value'] for row in trained.values())} (means over seeds, by rule; single seeds "
-             f"{span(score for row in trained.values() for score in row['score'])}).")  # fmt: skip
+    means = span(row["mean"]["value"] for row in trained.values()).replace(" to ", "–")
+    single = span(score for row in trained.values() for score in row["score"])
+    words = f"Training moves the pair's score from {num(base['mean']['value'])} to {means} "
+    words += f"(means over seeds, by rule; single seeds {single})."
     if above and below:
-        words += f" The intervals of {listed(above)} lie above the untrained pair's, those of {listed(below)} do not."
+        higher, others = (listed([name_of(arm) for arm in arms]) for arms in (above, below))
+        words += f" The intervals of {higher} lie above the untrained pair's, those of {others} do not."
     return (f"{words} A copy sends {num(mean_of(base['talk']['sends_own']))} of the numbers that only it has before, "
             f"{after('sends_own')} after, and uses {num(mean_of(base['talk']['uses_partners']))} of its partner's "
             f"before, {after('uses_partners')} after.")  # fmt: skip

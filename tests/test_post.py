@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import html.parser
 import json
 import os
@@ -384,6 +385,15 @@ def test_question_without_a_key_fails(run: Any, monkeypatch: pytest.MonkeyPatch)
     code, out, err = run("--question")
     assert (code, out) == (1, "")
     assert "set WHILEAI_API_KEY" in err
+
+
+def test_what_the_runs_show_is_on_the_card(results: Json, drawn: Json) -> None:
+    results["arms"]["raft"]["talk"]["copies_answer"][0] = 0.9  # of the first seed
+    page, text = html.unescape(post.render_html(results, drawn)), post.render_markdown(results, drawn)
+    shown = words.learned(results)
+    assert any("names no other number: raft seed 17 (0.90 of the chats" in sentence for sentence in shown)
+    for sentence in shown:
+        assert sentence.replace("`", "") in page and sentence in text
 
 
 def test_partial_results_are_called_partial_everywhere(

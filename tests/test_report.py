@@ -716,7 +716,7 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
         ["2", words.CHANGES["raft"], "0.250 [0.200, 0.300]", "−0.050 [−0.090, −0.010]"],
     ]
     first, second, third = words.learned(results)
-    assert "from 0.10 to 0.25 to 0.30" in first and "sends 0.50 of" in first and "0.80 to 0.90 after" in first
+    assert "from 0.10 to 0.25–0.30 (" in first and "sends 0.50 of" in first and "0.80 to 0.90 after" in first
     assert "single seeds 0.25 to 0.30" in first and "intervals" not in first  # both lie above 0.15
     assert "gain of 0.15 to 0.20 over the untrained pair, 0.05 is there" in second and "(score 0.15," in second
     assert "RAFT −0.05 [−0.09, −0.01] can be told apart from GRPO" in third and third.endswith("R.")
@@ -725,7 +725,7 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
     unsure = {"value": -0.25, "low": -0.6, "high": 0.1, "per_seed": [-0.3, -0.2]}
     results["deltas"]["mixed"] = {"trained_pair": {"matched": unsure, "compare": {"word": "moved the wrong way"}}}
     first, _, echo, copies, flat, last = words.learned(results)
-    assert "The intervals of grpo, raft and ada lie above the untrained pair's, those of mixed do not." in first
+    assert "The intervals of GRPO, RAFT and Reinforce-Ada lie above the untrained pair's, those of Mixed" in first
     assert echo == (
         "Copies that repeat each other nearly word for word: mixed seed 17 (0.50 of the messages, score 0.05). In the "
         "other 3 trained runs it is 0.12, and they score 0.25 to 0.32."

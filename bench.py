@@ -1,7 +1,7 @@
 """`python recipe.py --bench`: what the experiment costs on this machine, phase by phase, beside the published way.
 
-The published way of playing (transformers' `generate` through TRL, the adapter unmerged, 32 chats a batch) runs in
-the same process on the same prompts, so every ratio is of two numbers measured side by side. The worst case is
+The published way of playing (transformers' `generate` through TRL, the adapter unmerged, a step's chats a batch) runs
+in the same process on the same prompts, so every ratio is of two numbers measured side by side. The worst case is
 measured: no message ever ends, every one runs to its cap, and every row is trained. A second row gives the model's
 own lengths. Writes `benchmark.json`, and until it is whole `benchmark.partial.json`."""
 
@@ -161,10 +161,11 @@ class Bench:
             trainer.generator(self.prompts(rows), streams=list(range(rows)), trained=[True] * rows, uniforms=uniforms,
                               max_new_tokens=count, temperature=self.config.temperature)  # fmt: skip
 
+        trainer.generator.release()  # its keys and values may have most of the memory
         bandwidth, ours = memory_bandwidth(self.device), {}
         self.note("copying memory", bandwidth / 1e12, "TB/s")
         step = self.config.problems * self.config.group
-        for rows in (step, 4 * step, self.config.heldout_problems * self.config.eval_chats):
+        for rows in dict.fromkeys((step, 4 * step, self.config.heldout_problems * self.config.eval_chats)):
             ours[rows] = self.step_seconds(lambda count, rows=rows: call(rows, count), 32, 160)
             share = weights / bandwidth / ours[rows]
             self.note(f"a decode step, {rows} chats", 1000 * ours[rows], "ms", tokens_per_s=round(rows / ours[rows]),

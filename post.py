@@ -34,7 +34,6 @@ from words import (
     arms_of,
     clean,
     interval,
-    learned,
     listed,
     matched_words,
     mean_of,
@@ -43,6 +42,7 @@ from words import (
     one_line,
     partial_words,
     row_of,
+    runs_show,
     score_words,
     shared_words,
     spread,
@@ -355,7 +355,7 @@ def context(results: Json, charts: dict[str, Json]) -> Json:
     scores = {arm: results["arms"][arm]["mean"]["value"] or 0 for arm in chats if arm in results["arms"]}
     return {
         "r": results, "h": results["header"], "first": first, "second": second, "partial": partial_words(results),
-        "shared": shared_words(results), "seeds": training_seeds(results), "learned": learned(results),
+        "shared": shared_words(results), "seeds": training_seeds(results), "runs_show": runs_show(results),
         "rows": rows, "chats": chats, "opened": {"untrained", max(scores, key=scores.__getitem__, default="")},
         "partners": PARTNERS, "changes": CHANGES, "glyphs": {arm: GLYPHS[marker] for arm, (_, marker) in LOOKS.items()},
         "curve_notes": {f"curve-{m.replace('_', '-')}": note for m, (_, note) in CURVES.items()},
@@ -420,7 +420,7 @@ def render_markdown(results: Json, charts: dict[str, Json]) -> str:
     parts = [f"# {one_line(head['question'])}", f"**{partial}**" if partial else "", "\n\n".join(answer(results))]
     parts += ["## Result", picture("scores"), tables["result"], "## Against GRPO", tables["deltas"]]
     parts += ["## Reliability", one_line(results["reliability"]["words"], 2000)]
-    parts += ["## What the runs show", tables["learned"]]
+    parts += ["## What the runs show", "\n".join(f"- {clean(text)}" for text in runs_show(flat(results)))]
     parts += ["## Published, on other hardware and software", tables["published"]]
     parts += ["## While training", *(picture(name) for name in charts if name.startswith("curve-"))]
     parts += ["## Cost", picture("cost"), tables["cost"], "## Checks", tables["checks"]]

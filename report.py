@@ -42,7 +42,7 @@ from records import record_name, run_label
 from talk import Talk, private_numbers, talk_measures
 from words import PARTNERS, Json, listed, mean_of
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 60_000
 # (points of a curve, characters of a message): the first that fits MAX_BYTES is used
 SIZES = ((80, 800), (40, 800), (27, 600), (20, 400), (10, 200))
@@ -163,6 +163,9 @@ def read_run(record: Json, arm: str, seed: int | None) -> Run:
         for part, needed in ((seconds, "total"), (parts["data"], "fingerprint"), (parts["config"], "steps"),
                              *((parts["about"], name) for name in ("versions", "device", "model"))):  # fmt: skip
             part[needed]  # a KeyError names what is missing
+        about, field = parts["about"], "about or key"
+        if not (isinstance(about["device"], str) and type(about.get("processes", 1)) is int and parts["key"]):
+            raise ValueError("device is a text, processes a whole number, and key is not empty")
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         missing = "missing " if isinstance(error, KeyError) else ""
         raise ResultsError(f"{file} ({name}), {field}: {missing}{error}") from None
@@ -544,10 +547,10 @@ def _noise(series: Sequence[Series]) -> Json | None:
     if len(reruns) < 2:
         return None
     found = wai.eval_variance(*reruns)
-    spread = [std for s in series if s.partner == "trained_pair" if (std := resampling_std(s)) is not None]
+    trained = [std for s in series if s.partner == "trained_pair" if (std := resampling_std(s)) is not None]
     return {"run_std": found["run_std"], "n_runs": found["n_runs"], "means": list(found["means"].values()),
             "noise_band": found["noise_band"], "stability": found["stability"],
-            "trained_std": mean(spread) if spread else None}  # fmt: skip
+            "trained_std": mean(trained) if trained else None}  # fmt: skip
 
 
 def resampling_std(s: Series) -> float | None:
@@ -623,22 +626,25 @@ def matched_difference(before: Series, after: Series) -> Json:
 
 def card_minutes(every: Sequence[Run]) -> dict[str, float]:
     """Minutes that each arm had a card for: while several runs were on at once on one card, each has its part of the
-    time. They add up to the time the cards were taken, which is what a lease costs.
+    time. They add up to the time that runs were on, which is what they cost (the starts of the processes aside).
 
-    A run lasts from its record's date on; runs of one date are one start's, made one after the other (records of the
-    untrained pair and the first arm). Records that name no card are taken to be of one card."""
-    begun: dict[tuple[str, str], float] = {}
+    A run lasts from its record's date on; what it had spent in an earlier start counts whole, for of that the record
+    has no date. Records that name no card are older: they are taken to be of one card, and their date is their
+    start's, so that runs of one date were made one after the other."""
+    begun: dict[str, float] = {}
     on_card: dict[str, list[tuple[float, float, Run]]] = {}
+    shares = dict.fromkeys((run.arm for run in every), 0.0)
     for run in every:
         card, date = str(run.about.get("card")), str(run.about.get("date"))
         try:
-            stamp = datetime.fromisoformat(date).timestamp()
+            start = datetime.fromisoformat(date).timestamp()
         except ValueError:  # then it shared with none
-            stamp, card = 0.0, run.name
-        start = begun.get((card, date), stamp)
-        begun[card, date] = end = start + run.seconds["total"]
+            start, card = 0.0, run.name
+        earlier = run.seconds.get("earlier", 0.0)
+        shares[run.arm] += run.processes * earlier / 60
+        start = start if "card" in run.about else begun.get(date, start)
+        begun[date] = end = start + run.seconds["total"] - earlier
         on_card.setdefault(card, []).append((start, end, run))
-    shares = dict.fromkeys((run.arm for run in every), 0.0)
     for spans in on_card.values():
         for a, b in itertools.pairwise(sorted({edge for *span, _ in spans for edge in span})):
             on = [run for start, end, run in spans if start <= a and b <= end]
@@ -757,9 +763,11 @@ def _origin_checks(every: Sequence[Run], results: Json) -> list[tuple[str, str, 
     origin = (f"{model['id']}, revision {model.get('revision')}, {model.get('loaded_as')}; {header['device']}; "
               f"summed up at commit {(commit or 'unknown')[:12]}")  # fmt: skip
     origin += {True: "", False: ", with changes that are not committed"}.get(clean, ", not known whether clean")
-    known = [clean is True and bool(commit), *(run.about.get("clean") for run in every)]
-    origin += "; of some runs it is not known whether their checkout was clean" if None in known else ""
-    traced = False if False in known else None if None in known else True
+    states = [run.about.get("clean") for run in every]
+    origin += "; some runs were made with changes that are not committed" if False in states else ""
+    unknown = [state for state in states if state not in (True, False)]
+    origin += "; of some runs it is not known whether their checkout was clean" if unknown else ""
+    traced = False if clean is not True or not commit or False in states else None if unknown else True
     mixed = [words for part in ("device", "commit", "clean", "model") if (words := _mixed(every, part))]
     pinned = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     versions = _mixed(every, "versions")
@@ -779,7 +787,7 @@ def _one_experiment(every: Sequence[Run]) -> tuple[str, bool]:
     differ = [part for part in parts if len({json.dumps(run.key.get(part), sort_keys=True) for run in every}) > 1]
     if differ:
         return f"not the same in all records: {listed(differ)}", False
-    words = f"{listed(parts)} are the same in all {len(every)} records"
+    words = f"the same in every record ({len(every)}): {listed(parts)}"
     return words + "; code is recipe.py's chat, credit and training step" * ("code" in parts), True
 
 

@@ -415,7 +415,9 @@ def train_run(lab: Lab, arm: str, seed: int) -> dict[str, Any]:
         phase: end - start for phase, start, end in zip(("load", "train", "evaluate"), clock, clock[1:], strict=False)
     }
     spans["train"] += spent
-    return make_record(lab, arm, seed, sittings, {**spans, "total": sum(spans.values())}, trainer)
+    spans["total"] = sum(spans.values())
+    spans |= {"earlier": spent} if found else {}  # of its seconds, those before this start
+    return make_record(lab, arm, seed, sittings, spans, trainer)
 
 
 def base_run(lab: Lab) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def plus_minus(row: Json | None) -> str:
 
 
 def bracket(found: Json, low: str = "low", high: str = "high", value: str = "value") -> str:
-    span = "" if found[low] is None else f" [{num(found[low], 3, True)}, {num(found[high], 3, True)}]"
-    return num(found[value], 3, True) + span
+    bounds = "" if found[low] is None else f" [{num(found[low], 3, True)}, {num(found[high], 3, True)}]"
+    return num(found[value], 3, True) + bounds
 
 
 def _table_rows(results: Json) -> list[list[str]]:
@@ -230,7 +230,7 @@ def _published_table(results: Json) -> str:
 def _order(means: dict[str, float | None]) -> str:
     """The trained arms, the highest mean first."""
     known = {arm: mean for arm, mean in means.items() if mean is not None and arm != "untrained"}
-    return ", ".join(sorted(known, key=known.__getitem__, reverse=True))
+    return ", ".join(sorted(known, key=known.__getitem__, reverse=True)) or DASH
 
 
 MARKER = re.compile(r"<!-- (/?)results:(\w+) -->")

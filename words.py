@@ -104,8 +104,8 @@ def score_words(row: Json | None, digits: int = 3) -> str:
 
 
 def matched_words(arm: str, matched: Json, digits: int = 3) -> str:
-    span = interval(matched["low"], matched["high"], digits, True)
-    return f"{name_of(arm)} {num(matched['value'], digits, True)} {span}".strip()
+    bounds = interval(matched["low"], matched["high"], digits, True)
+    return f"{name_of(arm)} {num(matched['value'], digits, True)} {bounds}".strip()
 
 
 def answer(results: Json) -> tuple[str, str]:
@@ -174,7 +174,7 @@ def shared_words(results: Json) -> str:
     """How far the runs' minutes are those of a shared card; empty where each had it to itself."""
     total = results["cost"]["total"]
     spent, taken = total["minutes"], total["card_minutes"]
-    if not taken or spent < 1.02 * taken:
+    if not taken or spent < 1.05 * taken:
         return ""
     return (f"Runs made side by side shared the card, {num(spent / taken, 1)} at a time on average: {num(spent, 0)} "
             f"minutes of runs took {num(taken, 0)} minutes of the card.")  # fmt: skip
@@ -204,32 +204,37 @@ def habit_words(results: Json, measure: str, what: str, where: str) -> str:
     named = [f"{name} ({num(share)} of the {where}, score {num(score)})" for share, score, name in much]
     words = f"{what}: {listed(named)}."
     if others:
-        words += (f" In the other {len(others)} trained runs it is {span(r[0] for r in others)}, and they score "
-                  f"{span(r[1] for r in others)}.")  # fmt: skip
-    return words
+        words += f" Elsewhere: {span(r[0] for r in others)}, score {span(r[1] for r in others)}."
+    untrained = results["arms"].get("untrained")
+    return words + (f" Untrained: {num(mean_of(untrained['talk'][measure]))}." if untrained else "")
 
 
-def span(values: Iterable[float | None]) -> str:
+def span(values: Iterable[float | None], signed: bool = False) -> str:
     """The least and the greatest of the values that there are."""
     known = [value for value in values if value is not None]
-    low, high = (num(f(known)) for f in (min, max)) if known else ("–", "–")
+    low, high = (num(f(known), 2, signed) for f in (min, max)) if known else ("–", "–")
     return low if low == high else f"{low} to {high}"
 
 
 def learned(results: Json) -> list[str]:
+    """What the runs show, and what is left open between the rules."""
+    return [*runs_show(results), f"{answer(results)[1]} {results['reliability']['words']}"]
+
+
+def runs_show(results: Json) -> list[str]:
     """What the numbers support: what training does, what it is worth with a stranger, which runs found something else
-    than talk, what replay does, and what is left open between the rules."""
+    than talk, what replay does, and which rules are on one side of the baseline."""
     rows = {arm: results["arms"][arm] for arm in arms_of(results) if results["arms"][arm]["mean"]["value"] is not None}
     trained = {arm: row for arm, row in rows.items() if arm != "untrained"}
     if not trained or "untrained" not in rows:
-        return ["Nothing yet: it takes the untrained pair and a trained one."]
+        return []
     found = [
         _gain_words(rows["untrained"], trained),
         _stranger_words(rows["untrained"], trained, results),
         habit_words(results, "echoes", "Copies that repeat each other nearly word for word", "messages"),
         habit_words(results, "copies_answer", "B boxes what A has boxed and names no other number", "chats"),
         _replay_words(trained),
-        f"{answer(results)[1]} {_one_sided_words(results)}{results['reliability']['words']}",
+        _one_sided_words(results),
     ]
     return [text for text in found if text]
 
@@ -239,27 +244,29 @@ def _gain_words(base: Json, trained: dict[str, Json]) -> str:
         return span(mean_of(row["talk"][measure]) for row in trained.values())
 
     high, lows = base["mean"]["high"], {arm: row["mean"]["low"] for arm, row in trained.items()}
-    above = [arm for arm, low in lows.items() if low is not None and high is not None and low > high]
-    below = [arm for arm in trained if arm not in above]
+    known = {name_of(arm): low > high for arm, low in lows.items() if low is not None and high is not None}
+    above, others = ([name for name, is_above in known.items() if is_above is side] for side in (True, False))
     means = span(row["mean"]["value"] for row in trained.values()).replace(" to ", "–")
     single = span(score for row in trained.values() for score in row["score"])
     words = f"Training moves the pair's score from {num(base['mean']['value'])} to {means} "
     words += f"(means over seeds, by rule; single seeds {single})."
-    if above and below:
-        higher, others = (listed([name_of(arm) for arm in arms]) for arms in (above, below))
-        words += f" The intervals of {higher} lie above the untrained pair's, those of {others} do not."
+    if known:
+        words += f" With its whole interval above the untrained pair's: {listed(above) or 'none'}"
+        words += f"; not so: {listed(others)}." if others else "."
     return (f"{words} A copy sends {num(mean_of(base['talk']['sends_own']))} of the numbers that only it has before, "
             f"{after('sends_own')} after, and uses {num(mean_of(base['talk']['uses_partners']))} of its partner's "
             f"before, {after('uses_partners')} after.")  # fmt: skip
 
 
 def _stranger_words(base: Json, trained: dict[str, Json], results: Json) -> str:
+    beside = [row for arm in trained if (row := row_of(results, arm, "untrained_partner"))]
+    if not beside:
+        return ""
     start = base["mean"]["value"]
-    beside = {arm: row for arm in trained if (row := row_of(results, arm, "untrained_partner"))}
-    pair, stranger = (span(row["mean"]["value"] - start for row in rows.values()) for rows in (trained, beside))
-    return (f"Of the pair's gain of {pair} over the untrained pair, {stranger} is there with an untrained partner "
-            f"(score {span(row['mean']['value'] for row in beside.values())}, both answers counted): the rest is a "
-            "habit of the pair.") if beside else ""  # fmt: skip
+    pair, stranger = (span((row["mean"]["value"] - start for row in rows), True) for rows in (trained.values(), beside))
+    scores = span(row["mean"]["value"] for row in beside)
+    return (f"With an untrained partner the trained copies score {scores} (both answers counted): {stranger} against "
+            f"the untrained pair, where with each other it is {pair}.")  # fmt: skip
 
 
 def _replay_words(trained: dict[str, Json]) -> str:
@@ -281,12 +288,13 @@ def _one_sided_words(results: Json) -> str:
     for arm, both in results["deltas"].items():
         if not (pair := both.get("trained_pair")) or not (matched := pair["matched"]) or matched["low"] is None:
             continue
-        signs = {difference > 0 for difference in matched["per_seed"]}
-        if len(signs) == 1 and matched["low"] < 0 < matched["high"]:
-            side = "above" if signs == {True} else "below"
-            words.append(f"{name_of(arm)} is {side} GRPO with each of its {len(matched['per_seed'])} seeds, and "
-                         f"`wai.compare` says {pair['compare']['word']}. ")  # fmt: skip
-    return "".join(words)
+        seeds, side = matched["per_seed"], None
+        for word, sign in (("above", 1), ("below", -1)):
+            side = word if all(sign * difference > 0 for difference in seeds) else side
+        if side and matched["low"] < 0 < matched["high"]:
+            words.append(f"{name_of(arm)} is {side} GRPO with each of its {len(seeds)} seeds, and `wai.compare` says "
+                         f"{pair['compare']['word']}; our interval includes zero.")  # fmt: skip
+    return " ".join(words)
 
 
 def climb(results: Json) -> list[list[str]]:

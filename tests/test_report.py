@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import whileai as wai
 
+import post
 import recipe
 import report
 import tables
@@ -432,7 +433,7 @@ def test_checks_are_complete(edited: tuple[Any, Any], results: dict[str, Any]) -
     assert sorted(names) == sorted([*once, *per_arm])
     one = next(c for c in results["checks"] if c["check"] == "one experiment")
     count = len(ARMS) * len(SEEDS) + 1
-    assert one["ok"] is True and one["result"] == f"data and model are the same in all {count} records"
+    assert one["ok"] is True and one["result"] == f"the same in every record ({count}): data and model"
     base, runs = edited
     other = {**base["about"]["versions"], "trl": "2.0"}
     runs["ada", 19]["about"] = {**base["about"], "device": "NVIDIA A100", "versions": other}
@@ -447,6 +448,47 @@ def test_checks_are_complete(edited: tuple[Any, Any], results: dict[str, Any]) -
     assert checks["pinned versions"]["ok"] is False and checks["model, device, commit"]["ok"] is False
     assert checks["reused from the cache"]["result"] == "ada seed 17"
     assert "x grpo" in checks["chats drawn"]["result"]
+
+
+@pytest.mark.parametrize(
+    ("clean", "of_a_run", "ok", "says"),
+    [
+        (True, True, True, "commit 0123456789ab"),
+        (True, None, None, "of some runs it is not known whether their checkout was clean"),
+        (True, "no", None, "of some runs it is not known whether their checkout was clean"),
+        (True, False, False, "some runs were made with changes that are not committed"),
+        (False, True, False, ", with changes that are not committed"),
+        (None, True, False, ", not known whether clean"),
+    ],
+)
+def test_a_table_is_traced_only_if_its_runs_are_too(
+    edited: tuple[Any, Any], clean: bool | None, of_a_run: Any, ok: bool | None, says: str
+) -> None:
+    base, runs = edited
+    runs["ada", 18]["about"] = {**base["about"], "clean": of_a_run}
+    one, header = report.read_run(runs["ada", 18], "ada", 18), fake_runs.HEADER
+    results = {"header": {**header, "clean": clean, "model": base["about"]["model"], "versions": {}, "device": "d"}}
+    found = {check[0]: check for check in report._origin_checks([one], results)}
+    _, _, words, passed = found["model, device, commit"]
+    assert passed is ok and words.endswith(says)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda record: record["about"].update(processes="2"),
+        lambda record: record["about"].update(processes=None),
+        lambda record: record["about"].update(device=5),
+        lambda record: record.update(key={}),
+        lambda record: record.update(key=[5]),
+    ],
+)
+def test_a_record_of_odd_origin_is_named(edited: tuple[Any, Any], spoil: Callable[[Any], None]) -> None:
+    base, runs = edited
+    runs["ada", 18] = copy.deepcopy(runs["ada", 18])  # the records of one start share what they say of it
+    spoil(runs["ada", 18])
+    with pytest.raises(report.ResultsError, match=r"runs/ada-s18.json.xz \(ada seed 18\), .*key"):
+        summarize(base, runs)
 
 
 def test_how_far_a_score_would_move_if_its_chats_were_sampled_again() -> None:
@@ -478,13 +520,48 @@ def test_runs_that_share_a_card_share_its_minutes() -> None:
     assert report.card_minutes(alone) == pytest.approx({"grpo": 7.5, "ada": 7.5, "raft": 20})
     one_start = [run("untrained", day("09:00:00"), 1), run("mixed", day("09:00:00"), 4)]
     assert report.card_minutes(one_start) == pytest.approx({"untrained": 1, "mixed": 4})
+    same_second = [run("grpo", day("09:00:00"), 10, card="X"), run("ada", day("09:00:00"), 10, card="X")]
+    assert report.card_minutes(same_second) == pytest.approx({"grpo": 5, "ada": 5})
+    resumed = run("grpo", day("10:00:00"), 10, card="X")  # 6 minutes before it was killed, 4 from 10:00 on
+    resumed.seconds["earlier"] = 360.0
+    after = run("ada", day("10:04:00"), 10, card="X")
+    assert report.card_minutes([resumed, after]) == pytest.approx({"grpo": 10, "ada": 10})
     undated = [run("grpo", "yesterday", 3), run("ada", "yesterday", 3)]
     assert report.card_minutes(undated) == pytest.approx({"grpo": 3, "ada": 3})
     total = {"minutes": 20.0, "card_minutes": 15.0}
     said = words.shared_words({"cost": {"total": total}})
     assert "1.3 at a time on average: 20 minutes of runs took 15 minutes of the card." in said
-    assert words.shared_words({"cost": {"total": {**total, "card_minutes": 19.9}}}) == ""
+    assert words.shared_words({"cost": {"total": {**total, "card_minutes": 19.1}}}) == ""
     assert words.shared_words({"cost": {"total": {**total, "card_minutes": None}}}) == ""
+
+
+def test_a_shared_card_is_in_the_dollars_and_in_the_tables(edited: tuple[Any, Any]) -> None:
+    """By hand: the pair 200 s, then ada and grpo seeds 17 to 19 of 380 s each, all six begun at 10:00 on one card, so
+    380 s of the card for 2,280 s of runs, and each arm has half of it."""
+    base, runs = edited
+    spent = {"load": 20.0, "train": 240.0, "evaluate": 120.0, "total": 380.0}
+    for record in runs.values():
+        record["seconds"] = dict(spent)
+        record["about"] = {**record["about"], "card": "X", "date": "2026-01-01T10:00:00Z"}
+    base["about"] = {**base["about"], "card": "X", "date": "2026-01-01T09:00:00Z"}
+    found = summarize(base, runs)
+    assert found["cost"]["card_minutes"] == pytest.approx(
+        {"untrained": 200 / 60, "grpo": 190 / 60, "ada": 190 / 60}, abs=1e-3
+    )
+    total = found["cost"]["total"]
+    assert total["minutes"] == pytest.approx(2480 / 60, abs=1e-3)
+    assert total["card_minutes"] == pytest.approx(580 / 60, abs=1e-3)
+    assert total["dollars"] == pytest.approx(580 / 3600 * 4, abs=0.01)
+    readme = tables.readme_tables(found)
+    grpo = next(line for line in readme["result"].splitlines() if line.startswith("| grpo |"))
+    assert "| 6.3 (1.1) |" in grpo and "GPU minutes a seed (its part of the card)" in readme["result"]
+    assert "4.3 at a time on average: 41 minutes of runs took 10 minutes of the card." in readme["cost"]
+    row = next(line for line in readme["cost"].splitlines() if line.startswith("| ada |")).split("|")
+    assert [cell.strip() for cell in row[8:10]] == ["19.0", "3.2"]  # all three seeds: of runs, and on the card
+    shown = post.render_html(found, post.make_charts(found))
+    assert "<td>19.0</td><td>3.2</td>" in shown and "41 minutes of runs took 10 minutes of the card" in shown
+    assert "<dt>GPU minutes</dt><dd>10 ($0.64)</dd>" in shown
+    assert post.run_plan(found, "ada")["finish"]["cost_usd"] == pytest.approx(190 / 3600 * 4, abs=0.01)
 
 
 def test_what_the_readme_says_of_single_runs_is_in_their_records() -> None:
@@ -717,22 +794,34 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
     ]
     first, second, third = words.learned(results)
     assert "from 0.10 to 0.25–0.30 (" in first and "sends 0.50 of" in first and "0.80 to 0.90 after" in first
-    assert "single seeds 0.25 to 0.30" in first and "intervals" not in first  # both lie above 0.15
-    assert "gain of 0.15 to 0.20 over the untrained pair, 0.05 is there" in second and "(score 0.15," in second
+    assert "single seeds 0.25 to 0.30" in first and "above the untrained pair's: GRPO and RAFT. A copy" in first
+    assert second == (
+        "With an untrained partner the trained copies score 0.15 (both answers counted): +0.05 against the untrained "
+        "pair, where with each other it is +0.15 to +0.20."
+    )
     assert "RAFT −0.05 [−0.09, −0.01] can be told apart from GRPO" in third and third.endswith("R.")
+    assert words.learned(results)[:-1] == words.runs_show(results)
 
     arms |= {"mixed": row("trained_pair", 0.05, 0.5, echoes=0.5), "ada": row("trained_pair", 0.32, 0.9, copies=0.75)}
+    arms["raft"]["mean"] |= {"low": None, "high": None}
     unsure = {"value": -0.25, "low": -0.6, "high": 0.1, "per_seed": [-0.3, -0.2]}
     results["deltas"]["mixed"] = {"trained_pair": {"matched": unsure, "compare": {"word": "moved the wrong way"}}}
-    first, _, echo, copies, flat, last = words.learned(results)
-    assert "The intervals of GRPO, RAFT and Reinforce-Ada lie above the untrained pair's, those of Mixed" in first
+    first, _, echo, copies, flat, side = words.runs_show(results)
+    assert "above the untrained pair's: GRPO and Reinforce-Ada; not so: Mixed partners." in first  # raft has none
     assert echo == (
-        "Copies that repeat each other nearly word for word: mixed seed 17 (0.50 of the messages, score 0.05). In the "
-        "other 3 trained runs it is 0.12, and they score 0.25 to 0.32."
+        "Copies that repeat each other nearly word for word: mixed seed 17 (0.50 of the messages, score 0.05). "
+        "Elsewhere: 0.12, score 0.25 to 0.32. Untrained: 0.12."
     )
     assert copies.startswith("B boxes what A has boxed and names no other number: ada seed 17 (0.75 of the chats, ")
     assert "GRPO's groups 0.75 are flat" in flat and flat.endswith("of Ada's, after its replays, 0.75 and 0.50.")
-    assert "Mixed partners is below GRPO with each of its 2 seeds, and `wai.compare` says moved the wrong way." in last
+    assert side == (
+        "Mixed partners is below GRPO with each of its 2 seeds, and `wai.compare` says moved the wrong way; our "
+        "interval includes zero."
+    )
+    for seeds, where in (([0.3, 0.2], "above"), ([-0.1, 0.0], None), ([0.1, -0.2], None)):
+        unsure["per_seed"] = seeds
+        assert [f"is {where} GRPO" in text for text in words.runs_show(results)[5:]] == ([True] if where else [])
+    assert words.runs_show({**results, "arms": {"untrained": arms["untrained"]}}) == []
 
 
 def test_what_is_missing_is_gathered_by_seeds() -> None:

@@ -60,7 +60,7 @@ def interval(low: float | None, high: float | None, digits: int = 3, sign: bool 
 
 
 def listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def name_of(arm: str) -> str:

@@ -818,6 +818,8 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
         "Mixed partners is below GRPO with each of its 2 seeds, and `wai.compare` says moved the wrong way; our "
         "interval includes zero."
     )
+    arms["grpo"]["mean"]["low"] = arms["ada"]["mean"]["low"] = 0.1
+    assert "pair's: none; not so: GRPO, Mixed partners and Reinforce-Ada." in words.runs_show(results)[0]
     for seeds, where in (([0.3, 0.2], "above"), ([-0.1, 0.0], None), ([0.1, -0.2], None)):
         unsure["per_seed"] = seeds
         assert [f"is {where} GRPO" in text for text in words.runs_show(results)[5:]] == ([True] if where else [])

@@ -390,7 +390,7 @@ def test_question_without_a_key_fails(run: Any, monkeypatch: pytest.MonkeyPatch)
 def test_what_the_runs_show_is_on_the_card(results: Json, drawn: Json) -> None:
     results["arms"]["raft"]["talk"]["copies_answer"][0] = 0.9  # of the first seed
     page, text = html.unescape(post.render_html(results, drawn)), post.render_markdown(results, drawn)
-    shown = words.learned(results)
+    shown = words.runs_show(results)
     assert any("names no other number: raft seed 17 (0.90 of the chats" in sentence for sentence in shown)
     for sentence in shown:
         assert sentence.replace("`", "") in page and sentence in text

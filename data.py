@@ -104,6 +104,8 @@ def load_data(config: Config) -> Data:
     for split, name in (("train", "train_problems"), ("test", "heldout_problems")):
         problems, report[split] = split_rows(config.data, split)
         wanted = getattr(config, name)
+        if not problems:
+            raise UserError(f"{config.data}: of {report[split]['rows']} {split} rows none can be split in two halves")
         if len(problems) < wanted:
             raise UserError(f"{config.data}: {len(problems)} {split} problems are left after the split, {wanted} are "
                             f"wanted: lower {flag(name)} to {len(problems)} or less")  # fmt: skip

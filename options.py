@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import shlex
 import sys
@@ -107,6 +108,9 @@ def configure(words: argparse.Namespace) -> tuple[Config, Options]:
     if tiny and not {"model", "data"} <= set(given):
         paths = stand_in.build_tiny(stand_in.cache_folder(), progress=stand_in.build_bar)
         settings |= {"model": str(paths.model), "data": str(paths.data), "model_name": stand_in.NAME}
+    for name in ("price", "hours", "save_every"):
+        if not 0 <= getattr(words, name, 0) < math.inf:
+            raise UserError(f"{flag(name)} {getattr(words, name):g}: must be at least 0")
     if not 0 < words.gpus_per_run <= 1:
         raise UserError(f"--gpus-per-run {words.gpus_per_run:g}: must be above 0 and at most 1")
     options = Options(

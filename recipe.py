@@ -121,7 +121,7 @@ class Config:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             may_be_zero = f.name in ("data_seed", "warmup_steps", "temperature", "threads", "cache_gb")
-            if value < 0 or (value == 0 and not may_be_zero):
+            if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
                 raise UserError(f"{flag(f.name)} {value}: must be {'at least 0' if may_be_zero else 'above 0'}")
         if self.group % 2:
             raise UserError(f"--group {self.group} does not fit: mixed and ada take halves, so it must be even")

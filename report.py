@@ -773,7 +773,7 @@ def _origin_checks(every: Sequence[Run], results: Json) -> list[tuple[str, str, 
     versions = _mixed(every, "versions")
     return [
         ("reused from the cache", "run records", ", ".join(header.get("reused") or []) or "nothing", None),
-        ("pinned versions", "run records", versions or pinned, not versions),
+        ("pinned versions", "run records", versions or f"the same in every record: {pinned}", not versions),
         ("model, device, commit", "run records, git", origin, traced),
         ("one machine, one commit", "run records", "; ".join(mixed) or "all records agree", not mixed),
         ("one experiment", "digests in the run records", *_one_experiment(every)),

@@ -479,9 +479,9 @@ def sort_runs(
     options: Options, found: dict[RunName, dict[str, Any]], key: dict[str, str | None], say: Callable[[str], None]
 ) -> tuple[dict, list, list[str]]:
     """(records to use, runs to make, names reused) of the records that were found. With --reuse a wanted record of
-    the same key is used; a stale one is set aside and made again, and it is said which part differs. Without it,
-    wanted runs are made anew and their old records kept in runs/old. The untrained pair is made again only where it
-    is stale or every arm of the table is wanted."""
+    the same key is used; a stale one is made again, and it is said which part differs. Without it, wanted runs are
+    made anew. The untrained pair is made again only where it is stale or every arm of the table is wanted. No file is
+    touched but checkpoints of finished runs: an old record goes to runs/old when its run is made."""
     wanted = options.wanted
     usable, reused = {}, []
     for name, record in found.items():
@@ -497,9 +497,8 @@ def sort_runs(
             reused.append(label)
             forget_checkpoints(options, *name)  # a kill may have come between the record and this
         elif name in wanted:
-            kept = records.set_aside(record_path(options, *name))
-            why = f"its {parts_differ(differs)}" if differs else "run anew (--reuse would have kept it)"
-            say(f"{label}: {why}; the old record is {kept}")
+            why = f"its {parts_differ(differs)}" if differs else "made anew (--reuse would have kept it)"
+            say(f"{label}: {why}; when it is made, the old record goes to {options.out / 'runs' / 'old'}")
         else:
             say(f"{label}: not used, its {parts_differ(differs)} from this start's")
     return usable, [name for name in wanted if name not in usable], reused
@@ -741,14 +740,15 @@ def plan(config: Config, options: Options) -> int:
             what = "reused"
         else:
             started = seed is not None and any(checkpoint_folder(options, arm, seed).glob("checkpoint-*"))
-            spent = expected_minutes(options, arm, found.values())
+            spent = expected_minutes(options, arm, () if estimated_minutes(options.out) else found.values())
             total, left = total + spent, left + 1
             what = "goes on from its checkpoint" if options.reuse and started else "runs"
             what += f", about {spent:.1f} min" if spent else ""
-            what += f" (its {parts_differ(differs)})" if differs and differs != ["absent"] else ""
+            what += f" (its {parts_differ(differs)})" if options.reuse and differs != ["absent"] else ""
         print(f"{run_label(arm, seed):<20} {what}")
     if total:
-        print(f"in all about {total:.0f} min, ${total / 60 * options.price:.2f} at ${options.price:g} an hour")
+        price = "" if config.device == "cpu" else f", ${total / 60 * options.price:.2f} at ${options.price:g} an hour"
+        print(f"in all about {total:.0f} min{price}")
     elif not left:
         print("nothing is left to run: without --plan the table is made of what is reused")
     else:
@@ -809,6 +809,8 @@ def experiment(config: Config, options: Options) -> int:
             data = data or load_data(config)
             key = {**key, "data": data.report["fingerprint"]}
         ranks.broadcast((todo, config, options, data, key))  # follow() waits for it
+        for name in () if options.reuse else set(todo) & set(found):  # else going on with --reuse would take them
+            records.set_aside(record_path(options, *name))
         if todo and options.ray:
             made, failed = cluster.make_runs(todo, config, options, data, key)
         elif todo:

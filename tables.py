@@ -101,6 +101,9 @@ def in_words(results: Json) -> list[str]:
     flags = [delta["flag"] for both in results["deltas"].values() for delta in both.values() if delta["flag"]]
     missing = gaps(results)
     sentences += [f"* {'; '.join(flags)}."] if flags else []
+    if results["deltas"]:
+        sentences.append("The last column is wai.compare's verdict; `resolved` is ours, by intervals over matched "
+                         "seeds and problems, and the two may differ.")  # fmt: skip
     return [*sentences, results["reliability"]["words"], *([f"Partial: {'; '.join(missing)}."] if missing else [])]
 
 

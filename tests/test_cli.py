@@ -208,7 +208,9 @@ def test_the_plan_says_how_long_by_the_benchmark(flags: list[str], capsys: Any) 
     assert recipe.main(words) == 0
     assert capsys.readouterr().out.splitlines() == [
         "untrained            runs, about 1.5 min", "ada seed 17          runs, about 8.5 min",
-        "raft seed 17         runs, about 5.0 min", "in all about 15 min, $0.75 at $3 an hour"]  # fmt: skip
+        "raft seed 17         runs, about 5.0 min", "in all about 15 min"]  # fmt: skip
+    assert recipe.main([*words, "--device", "auto"]) == 0  # what a CPU costs is not known
+    assert capsys.readouterr().out.endswith("in all about 15 min, $0.75 at $3 an hour\n")
 
 
 def test_a_changed_setting_makes_a_record_stale_and_says_which(flags: list[str], capsys: Any) -> None:
@@ -217,10 +219,29 @@ def test_a_changed_setting_makes_a_record_stale_and_says_which(flags: list[str],
     capsys.readouterr()
     assert recipe.main([*words, "--reuse", "--steps", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "raft seed 17: its training differs; the old record is" in shown
     out = Path(flags[flags.index("--out") + 1])
+    old = out / "runs" / "old"
+    assert f"raft seed 17: its training differs; when it is made, the old record goes to {old}" in shown
     assert (out / "runs" / "old" / "raft-s17.1.json.xz").is_file()
     assert records.read_record(out / "runs" / "raft-s17.json.xz")["config"]["steps"] == 1
+
+
+@pytest.mark.parametrize("how", [["--reuse", "--steps", "1"], []])
+def test_a_start_that_cannot_run_leaves_the_records_where_they_are(
+    how: list[str], flags: list[str], capsys: Any
+) -> None:
+    words = [*flags, "--arm", "raft", "--seeds", "17"]
+    assert recipe.main(words) == 0
+    out = Path(flags[flags.index("--out") + 1])
+    before = {path.name: path.read_bytes() for path in (out / "runs").iterdir()}
+    assert sorted(before) == ["raft-s17.json.xz", "untrained.json.xz"]
+    for trouble in (["--device", "cuda"], ["--data", "no/such-data"]):
+        assert recipe.main([*words, *how, *trouble]) != 0
+        assert {path.name: path.read_bytes() for path in (out / "runs").iterdir()} == before
+    if how:
+        assert recipe.main([*words, *how, "--hours", "0"]) == 1  # nothing is started
+        assert {path.name: path.read_bytes() for path in (out / "runs").iterdir()} == before
+    capsys.readouterr()
 
 
 def test_a_record_cut_short_is_named_and_made_again(flags: list[str], capsys: Any) -> None:

@@ -709,9 +709,15 @@ def test_in_a_browser(results: Json, drawn: Json, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_no_table_leaves_its_card_on_a_desktop(results: Json, drawn: Json, tmp_path: Path) -> None:
-    """The longest verdict in every row, and three-digit differences with signs."""
+@pytest.mark.parametrize("width", [360, 768, 1030, 1045, 1200])
+def test_no_table_leaves_its_card(width: int, results: Json, drawn: Json, tmp_path: Path) -> None:
+    """The longest verdict in every row, three-digit differences with signs, minutes of a shared card."""
     wide = copy.deepcopy(results)
+    wide["cost"]["total"] |= {"minutes": 1146.2, "card_minutes": 243.7, "tokens": 140_648_505}
+    wide["cost"]["card_minutes"] = dict.fromkeys(wide["cost"]["minutes"], 112.2)
+    for arm in wide["cost"]["minutes"]:
+        wide["cost"]["minutes"][arm]["total"] = 241.0
+        wide["cost"]["chats"][arm]["training"] = 123_040
     for both in wide["deltas"].values():
         for delta in both.values():
             delta["compare"] |= {"word": "moved the wrong way", "delta": -0.271, "low": -0.300, "high": -0.241}
@@ -722,7 +728,8 @@ def test_no_table_leaves_its_card_on_a_desktop(results: Json, drawn: Json, tmp_p
         "t.parentElement.getBoundingClientRect().right + 1).map(t => t.id || t.className)"
     )
     measure = re.sub(r"JSON\.stringify\(\{.*?\}\);", f"JSON.stringify({question});", MEASURE, flags=re.DOTALL)
-    (tmp_path / "measure.html").write_text(measure.replace("width:390px", "width:1200px"))
-    dom, console = browse(tmp_path / "measure.html", tmp_path / "profile", "--allow-file-access-from-files")
+    (tmp_path / "measure.html").write_text(measure.replace("width:390px", f"width:{width}px"))
+    dom, console = browse(tmp_path / "measure.html", tmp_path / "profile", "--allow-file-access-from-files",
+                          "--window-size=1400,1000")  # fmt: skip
     assert console == []
     assert json.loads(Page(re.search(r'<pre id="found">.*?</pre>', dom, re.DOTALL)[0]).text) == []

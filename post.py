@@ -416,11 +416,12 @@ def render_markdown(results: Json, charts: dict[str, Json]) -> str:
 
     head, partial = results["header"], partial_words(results)
     # a cell may quote a message (what the hack scan found): it must not open a tag or a new line
-    tables = {name: table.replace("<", "&lt;") for name, table in readme_tables(flat(results)).items()}
+    plain = flat(results)
+    tables = {name: table.replace("<", "&lt;") for name, table in readme_tables(plain).items()}
     parts = [f"# {one_line(head['question'])}", f"**{partial}**" if partial else "", "\n\n".join(answer(results))]
     parts += ["## Result", picture("scores"), tables["result"], "## Against GRPO", tables["deltas"]]
     parts += ["## Reliability", one_line(results["reliability"]["words"], 2000)]
-    parts += ["## What the runs show", "\n".join(f"- {clean(text)}" for text in runs_show(flat(results)))]
+    parts += ["## What the runs show", "\n".join(f"- {clean(text)}" for text in runs_show(plain))]
     parts += ["## Published, on other hardware and software", tables["published"]]
     parts += ["## While training", *(picture(name) for name in charts if name.startswith("curve-"))]
     parts += ["## Cost", picture("cost"), tables["cost"], "## Checks", tables["checks"]]
@@ -488,7 +489,7 @@ def note_words(results: Json, arm: str) -> str:
     other, talk, training = row_of(results, arm, PARTNERS[1]), row["talk"], row["training"]
     moved = [f"held-out score {score_words(row)}; with an untrained partner {score_words(other)}"]
     for partner, both in deltas.items():
-        c, over_seeds = both["compare"], matched_words(arm, both["matched"])
+        c, over_seeds = both["compare"], f"{name_of(arm)} {matched_words(both['matched'])}"
         one_seed = f"{num(c['delta'], 3, True)} {interval(c['low'], c['high'], 3, True)}"
         moved.append(f"{partner.replace('_', ' ')} against GRPO: wai.compare says {one_line(c['word'])}")
         moved[-1] += f" (seed {c['seed_after']}: {one_seed}); over matched seeds {over_seeds}"

@@ -733,6 +733,7 @@ def plan(config: Config, options: Options) -> int:
     data = load_data(config) if here else None
     key = run_key(config, data.report["fingerprint"] if data else None)
     found, broken = read_runs(options, show)
+    known = () if estimated_minutes(options.out) else found.values()  # the benchmark had the card to itself
     total, left = 0.0, 0
     for arm, seed in options.wanted:
         differs = stale_parts(found[arm, seed], key) if (arm, seed) in found else ["absent"]
@@ -740,7 +741,7 @@ def plan(config: Config, options: Options) -> int:
             what = "reused"
         else:
             started = seed is not None and any(checkpoint_folder(options, arm, seed).glob("checkpoint-*"))
-            spent = expected_minutes(options, arm, () if estimated_minutes(options.out) else found.values())
+            spent = expected_minutes(options, arm, known)
             total, left = total + spent, left + 1
             what = "goes on from its checkpoint" if options.reuse and started else "runs"
             what += f", about {spent:.1f} min" if spent else ""
@@ -809,8 +810,9 @@ def experiment(config: Config, options: Options) -> int:
             data = data or load_data(config)
             key = {**key, "data": data.report["fingerprint"]}
         ranks.broadcast((todo, config, options, data, key))  # follow() waits for it
-        for name in () if options.reuse else set(todo) & set(found):  # else going on with --reuse would take them
-            records.set_aside(record_path(options, *name))
+        if not options.reuse:  # going on with --reuse would take them
+            for name in set(todo) & set(found):
+                records.set_aside(record_path(options, *name))
         if todo and options.ray:
             made, failed = cluster.make_runs(todo, config, options, data, key)
         elif todo:

@@ -41,7 +41,7 @@ def bracket(found: Json, low: str = "low", high: str = "high", value: str = "val
 
 def _table_rows(results: Json) -> list[list[str]]:
     """method, mean, per seed, untrained partner, sends own, uses partner's, minutes, verdict; one row an arm."""
-    rows, arms = [], results["arms"]
+    rows, arms, shared = [], results["arms"], shared_words(results)
     for arm in dict.fromkeys(["untrained", *results["header"]["arms"], *(row["arm"] for row in arms.values())]):
         row, delta = arms.get(arm), results["deltas"].get(arm, {}).get("trained_pair")
         if row is None:
@@ -55,7 +55,7 @@ def _table_rows(results: Json) -> list[list[str]]:
             verdict = delta["compare"]["word"] + "*" * bool(delta["flag"])
         means = [num(mean_of(row["talk"][name])) for name in ("sends_own", "uses_partners")]
         minutes = num(mean_of(row["minutes"]), 1)
-        if shared_words(results) and row["minutes"]:
+        if shared and row["minutes"]:
             minutes += f" ({num(results['cost']['card_minutes'][arm] / len(row['minutes']), 1)})"
         rows.append([arm, plus_minus(row), seeds, plus_minus(arms.get(arm + OTHER)), *means, minutes, verdict])
     return rows
@@ -89,7 +89,8 @@ def in_words(results: Json) -> list[str]:
     sentences = ["± is half a 95% interval, over training seeds and problems (untrained: over problems, its scores "
                  "are re-runs). "
                  f"n: {problems} problems, {seeds} seed{'s' * (seeds != 1)}; {floor}."]  # fmt: skip
-    sentences += [shared_words(results)] if shared_words(results) else []
+    shared = shared_words(results)
+    sentences += [shared] if shared else []
     for partner in PARTNERS:
         known = []
         for arm, both in results["deltas"].items():

@@ -37,13 +37,6 @@ def is_echo(heard: str, said: str) -> bool | None:
     return len(before & after) >= ECHO_SHARE * len(after) if after else None
 
 
-def copies_answer(g: GradedChat) -> bool:
-    """Whether B, who reads A's last message before its own, boxes A's answer and names no other number: it may be
-    right and has worked nothing out."""
-    a, b = (Answer(grade.value, grade.kind) for grade in g.grades)
-    return same_answer(a, b) and len(numbers_in(g.chat.turns[3].text)) <= 1
-
-
 @dataclass(frozen=True)
 class Talk:
     """Talk measures over a set of chats. Shares are pooled: counted over all copies of all chats, then divided."""
@@ -67,12 +60,16 @@ def talk_measures(graded: Sequence[GradedChat]) -> Talk:
         top, bottom = map(sum, zip(*pairs, strict=True)) if (pairs := list(pairs)) else (0, 0)
         return top / bottom if bottom else float("nan")
 
-    sent, used = [], []
+    sent, used, agree, copied = [], [], [], []
     for g in graded:
+        named = [numbers_in(turn.text) for turn in g.chat.turns]
         for copy, mine in enumerate(private_numbers(g.chat.problem)):
             theirs = private_numbers(g.chat.problem)[1 - copy]
-            sent.append((len(mine & numbers_in(g.chat.turns[copy].text)), len(mine)))
-            used.append((len(theirs & numbers_in(g.chat.turns[2 + copy].text)), len(theirs)))
+            sent.append((len(mine & named[copy]), len(mine)))
+            used.append((len(theirs & named[2 + copy]), len(theirs)))
+        agree.append(same_answer(*(Answer(grade.value, grade.kind) for grade in g.grades)))
+        # B has read A's last message: with no number but A's answer it may be right and has worked nothing out
+        copied.append(agree[-1] and len(named[3]) <= 1)
     early = [turn for g in graded for turn in g.chat.turns[:2]]
     last = [turn for g in graded for turn in g.chat.turns[2:]]
     echoes = [is_echo(heard.text, said.text) for g in graded for heard, said in itertools.pairwise(g.chat.turns)]
@@ -82,11 +79,11 @@ def talk_measures(graded: Sequence[GradedChat]) -> Talk:
         asks=share(("?" in turn.text, 1) for turn in early),
         message_tokens=share((turn.tokens, 1) for turn in early),
         answer_tokens=share((turn.tokens, 1) for turn in last),
-        agree=share((same_answer(*(Answer(x.value, x.kind) for x in g.grades)), 1) for g in graded),
+        agree=share((same, 1) for same in agree),
         truncated=share((turn.truncated, 1) for turn in [*early, *last]),
         no_box=share((g.kind == "no_box", 1) for pair in graded for g in pair.grades),
         echoes=share((echo, 1) for echo in echoes if echo is not None),
-        copies_answer=share((copies_answer(g), 1) for g in graded),
+        copies_answer=share((same, 1) for same in copied),
     )
 
 

@@ -103,9 +103,10 @@ def score_words(row: Json | None, digits: int = 3) -> str:
     return f"{num(row['mean']['value'], digits)} {interval(low, high, digits)}{note}".strip()
 
 
-def matched_words(arm: str, matched: Json, digits: int = 3) -> str:
+def matched_words(matched: Json, digits: int = 3) -> str:
+    """A difference over matched seeds with its interval, if it has one."""
     bounds = interval(matched["low"], matched["high"], digits, True)
-    return f"{name_of(arm)} {num(matched['value'], digits, True)} {bounds}".strip()
+    return f"{num(matched['value'], digits, True)} {bounds}".strip()
 
 
 def answer(results: Json) -> tuple[str, str]:
@@ -126,7 +127,7 @@ def answer(results: Json) -> tuple[str, str]:
     if not matched:
         return first, "No other rule has been compared with GRPO on the same seeds, so which is best is open."
     told = [arm for arm, m in matched.items() if m["low"] is not None and (m["low"] > 0 or m["high"] < 0)]
-    words = {arm: matched_words(arm, m, 2) for arm, m in matched.items()}
+    words = {arm: f"{name_of(arm)} {matched_words(m, 2)}" for arm, m in matched.items()}
     if told:
         second = (
             f"Over matched seeds, {listed([words[arm] for arm in told])} can be told apart from GRPO (95% intervals)"
@@ -288,9 +289,8 @@ def _one_sided_words(results: Json) -> str:
     for arm, both in results["deltas"].items():
         if not (pair := both.get("trained_pair")) or not (matched := pair["matched"]) or matched["low"] is None:
             continue
-        seeds, side = matched["per_seed"], None
-        for word, sign in (("above", 1), ("below", -1)):
-            side = word if all(sign * difference > 0 for difference in seeds) else side
+        seeds = matched["per_seed"]
+        side = "above" if min(seeds) > 0 else "below" if max(seeds) < 0 else None
         if side and matched["low"] < 0 < matched["high"]:
             words.append(f"{name_of(arm)} is {side} GRPO with each of its {len(seeds)} seeds, and `wai.compare` says "
                          f"{pair['compare']['word']}; our interval includes zero.")  # fmt: skip
@@ -307,8 +307,7 @@ def climb(results: Json) -> list[list[str]]:
         both = results["deltas"].get(arm, {}).get("trained_pair")
         against = "baseline" if arm == "grpo" else "–"
         if both and both["matched"]["value"] is not None:
-            matched = both["matched"]
-            against = f"{num(matched['value'], 3, True)} {interval(matched['low'], matched['high'], 3, True)}".strip()
+            against = matched_words(both["matched"])
         found.append(
             [str(number), CHANGES.get(arm, name_of(arm)), score_words(row_of(results, arm, "trained_pair")), against]
         )

@@ -34,7 +34,6 @@ from words import (
     arms_of,
     clean,
     interval,
-    listed,
     matched_words,
     mean_of,
     name_of,
@@ -44,9 +43,10 @@ from words import (
     row_of,
     runs_show,
     score_words,
+    seed_list,
+    seed_words,
     shared_words,
     spread,
-    training_seeds,
 )
 
 if TYPE_CHECKING:  # matplotlib and whileai are imported where they are used: a refused file costs no second
@@ -355,7 +355,7 @@ def context(results: Json, charts: dict[str, Json]) -> Json:
     scores = {arm: results["arms"][arm]["mean"]["value"] or 0 for arm in chats if arm in results["arms"]}
     return {
         "r": results, "h": results["header"], "first": first, "second": second, "partial": partial_words(results),
-        "shared": shared_words(results), "seeds": training_seeds(results), "runs_show": runs_show(results),
+        "shared": shared_words(results), "seeds": seed_list(results), "runs_show": runs_show(results),
         "rows": rows, "chats": chats, "opened": {"untrained", max(scores, key=scores.__getitem__, default="")},
         "partners": PARTNERS, "changes": CHANGES, "glyphs": {arm: GLYPHS[marker] for arm, (_, marker) in LOOKS.items()},
         "curve_notes": {f"curve-{m.replace('_', '-')}": note for m, (_, note) in CURVES.items()},
@@ -466,7 +466,7 @@ def experiment_words(results: Json) -> dict[str, str]:
     method = [
         f"Two copies of {one_line(head['model']['id'])} each hold half of the facts of a problem and talk: A, B, A, B.",
         f"{config['steps']} steps of {config['problems']} problems x {config['group']} chats,",
-        f"training seeds {listed([str(seed) for seed in head['seeds']])}. Only the credit changes:",
+        f"training {seed_words(results)}. Only the credit changes:",
     ]
     notes = [partial_words(results), " ".join(answer(results)), one_line(results["reliability"]["words"], 1000)]
     return {
@@ -501,7 +501,8 @@ def note_words(results: Json, arm: str) -> str:
     each = ", ".join(f"{seed}: {num(score, 3)}" for seed, score in zip(row["seeds"], row["score"], strict=True))
     flags = [one_line(both["flag"]) for both in deltas.values() if both["flag"]]
     tree = " with changes not committed" if head["clean"] is False else ""
-    command = "python recipe.py" + ("" if arm == "untrained" else f" --arm {arm}")
+    command = "python recipe.py"
+    command += "" if arm == "untrained" else f" --arm {arm} --seeds {' '.join(map(str, row['seeds']))}"
     sections = {
         "Changed": CHANGES.get(arm, one_line(row["formula"])),
         "Moved": "; ".join(moved) + ".",

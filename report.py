@@ -572,13 +572,25 @@ def _deltas(series: Sequence[Series], noise: Json | None) -> Json:
     found: Json = {}
     every = together([partial(compare, before, after, noise) for before, after in pairs])
     for (before, after), compared in zip(pairs, every, strict=True):
-        arm, partner, matched = after.arm, after.partner, matched_difference(before, after)
-        flag, delta, seeds = None, round(compared["delta"] or 0.0, 4), matched["n_seeds"]
-        if seeds > 1 and delta * round(matched["value"], 4) < 0:
-            flag = (f"{arm}, {partner.replace('_', ' ')}: seed {compared['seed_after']} alone {delta:+.3f}, "
-                    f"{seeds} seeds {matched['value']:+.3f}: the headline points against the mean")  # fmt: skip
-        found.setdefault(arm, {})[partner] = {"compare": compared, "matched": matched, "flag": flag}
+        matched = matched_difference(before, after)
+        both = {"compare": compared, "matched": matched, "flag": _flag(before, after, compared, matched)}
+        found.setdefault(after.arm, {})[after.partner] = both
     return found
+
+
+def _flag(before: Series, after: Series, compared: Json, matched: Json) -> str | None:
+    """Where whileai's difference and ours have other signs, and so cannot both be the answer; None where not."""
+    if matched["n_seeds"] < 2:
+        return None
+    shown = {key: round(compared[key] or 0.0, 4) for key in ("delta", "train_delta")}
+    mean, seeds, found = round(matched["value"], 4), matched["n_seeds"], []
+    if shown["delta"] * mean < 0:
+        found.append(f"seed {compared['seed_after']} alone {shown['delta']:+.3f}, {seeds} seeds {mean:+.3f}: the "
+                     "headline points against the mean")  # fmt: skip
+    if shown["train_delta"] * mean < 0:
+        found.append(f"all {len(before.seeds)} seeds of {before.arm} and {len(after.seeds)} of {after.arm} "
+                     f"{shown['train_delta']:+.3f}, the {seeds} that both have {mean:+.3f}")  # fmt: skip
+    return f"{after.arm}, {after.partner.replace('_', ' ')}: {'; '.join(found)}" if found else None
 
 
 WORDS = {"moved": "moved", "moved_the_wrong_way": "moved the wrong way", "no_change_detected": "flat",

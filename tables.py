@@ -23,7 +23,20 @@ from report import (
     load_results,
     num,
 )
-from words import PARTNERS, Json, answer, clean, climb, gaps, learned, mean_of, partial_words, seed_words, shared_words
+from words import (
+    PARTNERS,
+    Json,
+    answer,
+    clean,
+    climb,
+    count_words,
+    gaps,
+    learned,
+    mean_of,
+    partial_words,
+    seed_words,
+    shared_words,
+)
 
 # ---------------------------------------------------------------------------------------------- terminal
 
@@ -77,18 +90,16 @@ def render_table(results: Json) -> str:
 
 def in_words(results: Json) -> list[str]:
     """What the table says and what it does not: n and noise, differences resolved, flags, reliability, gaps."""
-    noise, arms = results["noise"], results["arms"]
+    noise = results["noise"]
     floor = "the noise of an evaluation was not measured"
     if noise:
         floor = "the untrained pair evaluated again moves by "
         floor += f"{num(noise['run_std'], 3)} (std of {noise['n_runs']} re-runs)"
         if noise["trained_std"] is not None:
             floor += f", a trained one by {num(noise['trained_std'], 3)} (from its chats on the same problems)"
-    seeds = max((len(row["seeds"]) for row in arms.values() if row["partner"] == "trained_pair"), default=0)
-    problems = next(iter(arms.values()))["mean"]["n_problems"]
     sentences = ["± is half a 95% interval, over training seeds and problems (untrained: over problems, its scores "
                  "are re-runs). "
-                 f"n: {problems} problems, {seeds} seed{'s' * (seeds != 1)}; {floor}."]  # fmt: skip
+                 f"n: {count_words(results)}; {floor}."]  # fmt: skip
     shared = shared_words(results)
     sentences += [shared] if shared else []
     for partner in PARTNERS:
@@ -180,7 +191,7 @@ def _delta_table(results: Json) -> str:
             over_seeds = bracket(c, "train_low", "train_high", "train_delta")
             verdict = f"{c['word']} (`{c['verdict']}`)"
             rows.append([arm, partner.replace("_", " "), one_seed, over_seeds, verdict, matched, delta["flag"] or ""])
-    heads = ["method", "partner", "`wai.compare`, one seed", "`wai.compare`, over seeds", "its verdict",
+    heads = ["method", "partner", "`wai.compare`, one seed", "`wai.compare`, all seeds", "its verdict",
              "ours, matched seeds and problems", "mind"]  # fmt: skip
     return markdown(heads, rows) if rows else f"No deltas: {BASELINE} or the other arms are missing."
 
@@ -223,7 +234,8 @@ def _published_table(results: Json) -> str:
     theirs = ["team solves it", "per seed", "untrained partner", "sends own", "uses partner's", "minutes"]
     heads = ["method", *(f"published: {name}" for name in theirs), *(f"ours: {name}" for name in theirs[:3])]
     order = _order({row["arm"]: row["mean"] for row in published["rows"]})
-    our_order = _order({arm: row["mean"]["value"] for arm, row in arms.items() if row["arm"] == arm})
+    both = [row["arm"] for row in published["rows"] if row["arm"] in arms]
+    our_order = _order({arm: arms[arm]["mean"]["value"] for arm in both})
     words = (f"Published: {published['model']} on {published['hardware']} ({published['versions']}), "
              f"{num(published['total_minutes'], 0)} GPU minutes, ${num(published['dollars'])}; "
              f"{'; '.join(published['notes'])}. Ours: {head['model']['id']} on {head['device']}. Highest mean first, "

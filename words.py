@@ -115,7 +115,8 @@ def answer(results: Json) -> tuple[str, str]:
     trained = {arm: row for arm, row in rows.items() if arm != "untrained" and row["mean"]["value"] is not None}
     if not trained:
         return "No trained pair has been measured yet.", "So the question is open."
-    best = max(trained, key=lambda arm: trained[arm]["mean"]["value"])
+    repeated = [arm for arm, row in trained.items() if len(row["seeds"]) > 1]  # one seed may be luck
+    best = max(repeated or trained, key=lambda arm: trained[arm]["mean"]["value"])
     beside = {"grpo": "with GRPO", "untrained": "untrained"}
     others = [f"{score_words(rows[arm], 2)} {words}" for arm, words in beside.items() if arm in rows and arm != best]
     first = f"{name_of(best)} has the highest mean share of held-out answers right: {score_words(trained[best], 2)}"
@@ -134,10 +135,18 @@ def answer(results: Json) -> tuple[str, str]:
         )
         rest = [words[arm] for arm in matched if arm not in told]
         return first, f"{second}; {listed(rest)} cannot." if rest else f"{second}."
-    whole = all(m["low"] is not None for m in matched.values())
-    why = "each 95% interval includes zero" if whole else "one seed gives no interval over seeds"
-    second = "Which rule is best stays open: over matched seeds the differences from GRPO are"
-    return first, f"{second} {listed(list(words.values()))}, and {why}."
+    whole = [words[arm] for arm, m in matched.items() if m["low"] is not None]
+    single = [words[arm] for arm, m in matched.items() if m["low"] is None]
+    open_still = "Which rule is best stays open: over matched seeds"
+    if not whole:
+        return first, f"{open_still} {_differences(single)}, and one seed gives no interval over seeds."
+    has, comes = "each 95% interval" if len(whole) > 1 else "its 95% interval", "come" if len(single) > 1 else "comes"
+    rest = f"; {listed(single)} {comes} from one seed, which gives none" if single else ""
+    return first, f"{open_still} {_differences(whole)}, and {has} includes zero{rest}."
+
+
+def _differences(words: Sequence[str]) -> str:
+    return f"the difference{'s' * (len(words) > 1)} from GRPO {'are' if len(words) > 1 else 'is'} {listed(words)}"
 
 
 def gaps(results: Json) -> list[str]:
@@ -165,10 +174,39 @@ def training_seeds(results: Json) -> list[int]:
     return sorted({seed for row in results["arms"].values() for seed in row["seeds"] if row["partner"] != "untrained"})
 
 
+def by_seeds(results: Json) -> dict[tuple[int, ...], list[str]]:
+    """The trained arms by the training seeds that they have."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for row in results["arms"].values():
+        if row["partner"] == "trained_pair":
+            found.setdefault(tuple(row["seeds"]), []).append(row["arm"])
+    return found
+
+
+def seed_list(results: Json) -> str:
+    """The training seeds that there are; whose they are, if not every arm has the same."""
+    groups = by_seeds(results)
+    return "; ".join(
+        ", ".join(map(str, seeds)) + f" ({', '.join(arms)})" * (len(groups) > 1) for seeds, arms in groups.items()
+    )
+
+
 def seed_words(results: Json) -> str:
     """The training seeds that there are, as a phrase."""
-    seeds = training_seeds(results)
-    return f"seed{'s' * (len(seeds) != 1)} {', '.join(map(str, seeds))}" if seeds else "no training seed yet"
+    seeds = seed_list(results)
+    return f"seed{'s' * (len(training_seeds(results)) != 1)} {seeds}" if seeds else "no training seed yet"
+
+
+def count_words(results: Json) -> str:
+    """How many problems and training seeds there are, and whose, if not every arm has as many."""
+    counts: dict[int, list[str]] = {}
+    for seeds, arms in by_seeds(results).items():
+        counts.setdefault(len(seeds), []).extend(arms)
+    problems = next(iter(results["arms"].values()))["mean"]["n_problems"]
+    if len(counts) < 2:
+        count = next(iter(counts), 0)
+        return f"{problems} problems, {count} seed{'s' * (count != 1)}"
+    return f"{problems} problems; seeds: " + ", ".join(f"{n} ({', '.join(arms)})" for n, arms in counts.items())
 
 
 def shared_words(results: Json) -> str:
@@ -231,6 +269,7 @@ def runs_show(results: Json) -> list[str]:
         return []
     found = [
         _gain_words(rows["untrained"], trained),
+        _stuck_words(rows["untrained"], trained),
         _stranger_words(rows["untrained"], trained, results),
         habit_words(results, "echoes", "Copies that repeat each other nearly word for word", "messages"),
         habit_words(results, "copies_answer", "B boxes what A has boxed and names no other number", "chats"),
@@ -257,6 +296,19 @@ def _gain_words(base: Json, trained: dict[str, Json]) -> str:
     return (f"{words} A copy sends {num(mean_of(base['talk']['sends_own']))} of the numbers that only it has before, "
             f"{after('sends_own')} after, and uses {num(mean_of(base['talk']['uses_partners']))} of its partner's "
             f"before, {after('uses_partners')} after.")  # fmt: skip
+
+
+def _stuck_words(base: Json, trained: dict[str, Json]) -> str:
+    """How many runs of each rule end no better than the untrained pair, by intervals over problems."""
+    parts, high = [], base["mean"]["high"]
+    for arm, row in trained.items():
+        lows = [found["low"] for found in row["pass_at_1"]]
+        if high is None or None in lows:
+            return ""
+        stuck = [str(seed) for seed, low in zip(row["seeds"], lows, strict=True) if low <= high]
+        named = f" (seed{'s' * (len(stuck) > 1)} {listed(stuck)})" if stuck else ""
+        parts.append(f"{name_of(arm)} {len(stuck)} of {len(lows)}{named}")
+    return f"Runs whose score's interval does not lie above the untrained pair's: {listed(parts)}."
 
 
 def _stranger_words(base: Json, trained: dict[str, Json], results: Json) -> str:

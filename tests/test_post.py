@@ -627,11 +627,55 @@ def test_the_answer_says_what_is_open_and_what_is_not(results: Json) -> None:
     second = post.answer(results)[1]
     assert "Reinforce-Ada +0.10 [+0.05, +0.30] can be told apart from GRPO" in second
     assert second.endswith("RAFT +0.10 [−0.10, +0.30] and Mixed partners +0.10 [−0.10, +0.30] cannot.")
+    matched("ada", -0.1, 0.3)
+    matched("mixed", None, None)
+    assert post.answer(results)[1].endswith(
+        "RAFT +0.10 [−0.10, +0.30], and each 95% interval includes zero; Mixed partners +0.10 comes from one seed, "
+        "which gives none."
+    )
+    matched("raft", None, None)
+    assert post.answer(results)[1].endswith(
+        "the difference from GRPO is Reinforce-Ada +0.10 [−0.10, +0.30], and its 95% interval includes zero; RAFT "
+        "+0.10 and Mixed partners +0.10 come from one seed, which gives none."
+    )
     for arm in ("ada", "raft", "mixed"):
         matched(arm, None, None)
     assert "one seed gives no interval over seeds" in post.answer(results)[1]
     results["deltas"] = {}
     assert "is open" in post.answer(results)[1]
+
+
+def test_one_lucky_seed_is_not_named_the_best(results: Json) -> None:
+    lucky = results["arms"]["mixed"]
+    lucky |= {"seeds": [17], "score": [0.99]}
+    lucky["mean"] |= {"value": 0.99, "low": None, "high": None, "over": None, "n_seeds": 1}
+    best = max(("grpo", "ada", "raft"), key=lambda arm: results["arms"][arm]["mean"]["value"])
+    assert post.answer(results)[0].startswith(f"{words.NAMES[best]} has the highest mean")
+    for arm in ("grpo", "ada", "raft"):
+        results["arms"][arm]["seeds"] = [17]
+    assert post.answer(results)[0].startswith("Mixed partners has the highest mean")
+
+
+def test_seeds_are_given_to_those_who_have_them(results: Json) -> None:
+    problems = results["arms"]["grpo"]["mean"]["n_problems"]
+    assert words.seed_words(results) == "seeds 17, 18"
+    assert words.count_words(results) == f"{problems} problems, 2 seeds"
+    results["arms"]["grpo"]["seeds"] = results["arms"]["ada"]["seeds"] = [17, 18, 19, 20]
+    results["arms"]["mixed"]["seeds"] = [18, 19, 20]
+    assert words.seed_words(results) == "seeds 17, 18, 19, 20 (grpo, ada); 17, 18 (raft); 18, 19, 20 (mixed)"
+    assert words.count_words(results) == f"{problems} problems; seeds: 4 (grpo, ada), 2 (raft), 3 (mixed)"
+
+
+def test_runs_that_end_no_better_than_the_untrained_pair_are_counted(results: Json) -> None:
+    results["arms"]["untrained"]["mean"]["high"] = 0.2
+    lows = {"grpo": [0.21, 0.2], "ada": [0.3, 0.21], "raft": [0.1, 0.1], "mixed": [0.19, 0.3]}
+    for arm, values in lows.items():
+        for found, low in zip(results["arms"][arm]["pass_at_1"], values, strict=True):
+            found["low"] = low
+    assert (
+        "Runs whose score's interval does not lie above the untrained pair's: GRPO 1 of 2 (seed 18), "
+        "Reinforce-Ada 0 of 2, RAFT 2 of 2 (seeds 17 and 18) and Mixed partners 1 of 2 (seed 17)."
+    ) in words.runs_show(results)
 
 
 def test_one_seed_gets_no_interval_over_seeds(results: Json, drawn: Json) -> None:

@@ -251,6 +251,22 @@ def test_headline_against_the_mean_is_flagged(grpo: Any, ada: Any, against: bool
     assert not against or ("seed 17" in flag and "against the mean" in flag)
 
 
+def test_seeds_that_only_the_baseline_has_are_told_of_where_they_turn_the_difference() -> None:
+    """Four seeds of GRPO, two of them failed, against two of Ada: +0.10 over all, -0.10 over those that both have."""
+
+    def series(arm: str, seeds: Any, rates: Any) -> report.Series:
+        problems = [fake_runs.problem("test", n) for n in range(10)]
+        rights = [random.Random(0).sample(range(10), round(10 * rate)) for rate in rates]
+        chats = [tuple(fake_runs.chat(p, float(n in right), 0.5, random.Random(n), (True, True))
+                       for n, p in enumerate(problems)) for right in rights]  # fmt: skip
+        return report.Series(arm, "trained_pair", seeds, tuple(chats))
+
+    grpo, ada = series("grpo", (17, 18, 19, 20), (0.5, 0.5, 0.1, 0.1)), series("ada", (17, 18), (0.4, 0.4))
+    assert grpo.scores == pytest.approx([0.5, 0.5, 0.1, 0.1]) and ada.scores == pytest.approx([0.4, 0.4])
+    flag = report._deltas([grpo, ada], None)["ada"]["trained_pair"]["flag"]
+    assert flag == "ada, trained pair: all 4 seeds of grpo and 2 of ada +0.100, the 2 that both have -0.100"
+
+
 def test_chats_are_graded_again(edited: tuple[Any, Any], results: dict[str, Any]) -> None:
     base, runs = edited
     grades = chats_of(runs["ada", 18], "trained_pair")[0]["grades"]

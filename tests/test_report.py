@@ -601,6 +601,23 @@ def test_what_the_readme_says_of_single_runs_is_in_their_records() -> None:
     total = {arm: sum(len(d["rewards"]) for seed in SEEDS for d in drawn(arm, seed)) for arm in ("ada", "grpo")}
     assert f"the {total['ada'] / total['grpo']:.1f} times as many that it draws" in prose
 
+    def early(arm: str) -> tuple[dict[int, float], dict[int, float], dict[int, int]]:
+        """By seed: numbers sent in the first step and in steps 11 to 40, and how many of these had a group to spare."""
+        steps = {seed: read_record(ROOT / "runs" / f"{arm}-s{seed}.json.xz")["steps"] for seed in (*SEEDS, 20, 21)}
+        sent = {seed: float(np.mean([step["sends_own"] for step in of[10:40]])) for seed, of in steps.items()}
+        bare = {seed: sum(step["flat"] >= 7 / 8 for step in of[10:40]) for seed, of in steps.items()}
+        return {seed: of[0]["sends_own"] for seed, of in steps.items()}, sent, bare
+
+    first, sent, bare = early("grpo")
+    others = sorted(sent[seed] for seed in SEEDS)
+    assert f"sent {first[20]:.2f} and {first[21]:.2f} of their own numbers in the first step" in prose
+    assert f"sent {sent[20]:.2f} and {sent[21]:.2f} in steps 11 to 40" in prose
+    assert f"the other GRPO seeds {others[0]:.2f} to {others[-1]:.2f}" in prose
+    others = sorted(bare[seed] for seed in SEEDS)
+    assert f"in {bare[20]} and {bare[21]} of these 30 steps at most one group of eight" in prose
+    assert f"in the other seeds in {others[0]} to {others[-1]}, in Ada's, after its replays, in none" in prose
+    assert not any(early("ada")[2].values())
+
 
 def test_cost_adds_up(records: tuple[Any, Any], results: dict[str, Any]) -> None:
     cost = results["cost"]

@@ -754,9 +754,18 @@ def test_in_a_browser(results: Json, drawn: Json, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [360, 768, 1030, 1045, 1200])
-def test_no_table_leaves_its_card(width: int, results: Json, drawn: Json, tmp_path: Path) -> None:
-    """The longest verdict in every row, three-digit differences with signs, minutes of a shared card."""
+def test_no_table_leaves_its_card(
+    width: int, results: Json, drawn: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest name, seven seeds and the longest verdict in every row, three-digit differences with signs, minutes
+    of a shared card."""
+    for arm in ("mixed", "untrained"):
+        monkeypatch.setitem(words.NAMES, arm, max(words.NAMES.values(), key=len))
     wide = copy.deepcopy(results)
+    for row in wide["arms"].values():
+        many = {"seeds": list(range(17, 24)), "score": [row["mean"]["value"]] * 7}
+        many["pass_at_1"], many["pass_at_4"] = row["pass_at_1"][:1] * 7, row["pass_at_4"][:1] * 7
+        row |= many | {"talk": {name: values[:1] * 7 for name, values in row["talk"].items()}}
     wide["cost"]["total"] |= {"minutes": 1146.2, "card_minutes": 243.7, "tokens": 140_648_505}
     wide["cost"]["card_minutes"] = dict.fromkeys(wide["cost"]["minutes"], 112.2)
     for arm in wide["cost"]["minutes"]:
@@ -765,7 +774,7 @@ def test_no_table_leaves_its_card(width: int, results: Json, drawn: Json, tmp_pa
     for both in wide["deltas"].values():
         for delta in both.values():
             delta["compare"] |= {"word": "moved the wrong way", "delta": -0.271, "low": -0.300, "high": -0.241}
-            delta["matched"] |= {"value": -0.230, "low": -0.533, "high": -0.172, "per_seed": [-0.271, -0.093, -0.327]}
+            delta["matched"] |= {"value": -0.230, "low": -0.533, "high": -0.172, "per_seed": [-0.271, -0.093, -0.327] * 2}
     (tmp_path / "card.html").write_text(post.render_html(wide, drawn), encoding="utf-8")
     question = (
         "[...d.querySelectorAll('table')].filter(t => t.getBoundingClientRect().right > "

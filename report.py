@@ -706,13 +706,20 @@ def _example_chats(series: Sequence[Series], characters: int) -> Json:
     return {"rule": rule, "arms": chats}
 
 
+def shortened(text: str, characters: int) -> str:
+    """A long text's beginning and end, about so many characters, cut between words where there are any."""
+    half = characters // 2
+    begin, end = text[:half].rsplit(maxsplit=1)[:1], text[-half:].split(maxsplit=1)[-1:]
+    return f"{''.join(begin)} [...] {''.join(end)}"
+
+
 def _chat(graded: GradedChat, seed: int, characters: int) -> Json:
     problem, private, turns = graded.chat.problem, private_numbers(graded.chat.problem), []
     for i, turn in enumerate(graded.chat.turns):
-        said, half, clipped = numbers_in(turn.text), characters // 2, len(turn.text) > characters
+        said, clipped = numbers_in(turn.text), len(turn.text) > characters
         turns.append({
             "speaker": turn.speaker, "tokens": turn.tokens, "truncated": turn.truncated, "clipped": clipped,
-            "text": f"{turn.text[:half]} [...] {turn.text[-half:]}" if clipped else turn.text,
+            "text": shortened(turn.text, characters) if clipped else turn.text,
             "sent": sorted(private[i % 2] & said) if i < 2 else [],
             "used": sorted(private[1 - i % 2] & said) if i >= 2 else [],
         })  # fmt: skip

@@ -88,8 +88,8 @@ def render_table(results: Json) -> str:
     return "\n".join(lines)
 
 
-def in_words(results: Json) -> list[str]:
-    """What the table says and what it does not: n and noise, differences resolved, flags, reliability, gaps."""
+def how_to_read(results: Json) -> list[str]:
+    """What ± is over, n and noise, and how far the minutes are those of a shared card."""
     noise = results["noise"]
     floor = "the noise of an evaluation was not measured"
     if noise:
@@ -97,11 +97,15 @@ def in_words(results: Json) -> list[str]:
         floor += f"{num(noise['run_std'], 3)} (std of {noise['n_runs']} re-runs)"
         if noise["trained_std"] is not None:
             floor += f", a trained one by {num(noise['trained_std'], 3)} (from its chats on the same problems)"
-    sentences = ["± is half a 95% interval, over training seeds and problems (untrained: over problems, its scores "
-                 "are re-runs). "
-                 f"n: {count_words(results)}; {floor}."]  # fmt: skip
+    first = ("± is half a 95% interval, over training seeds and problems (untrained: over problems, its scores are "
+             f"re-runs). n: {count_words(results)}; {floor}.")  # fmt: skip
     shared = shared_words(results)
-    sentences += [shared] if shared else []
+    return [first, shared] if shared else [first]
+
+
+def in_words(results: Json) -> list[str]:
+    """What the table says and what it does not: how to read it, differences resolved, flags, reliability, gaps."""
+    sentences = how_to_read(results)
     for partner in PARTNERS:
         known = []
         for arm, both in results["deltas"].items():
@@ -110,13 +114,17 @@ def in_words(results: Json) -> list[str]:
             known += [f"{arm} {bracket(m)}{resolved}"] if m["value"] is not None else []
         if known:
             sentences.append(f"Matched seeds against {BASELINE}, {partner.replace('_', ' ')}: {'; '.join(known)}.")
-    flags = [delta["flag"] for both in results["deltas"].values() for delta in both.values() if delta["flag"]]
-    missing = gaps(results)
+    flags, missing = flagged(results), gaps(results)
     sentences += [f"* {'; '.join(flags)}."] if flags else []
     if results["deltas"]:
         sentences.append("The last column is wai.compare's verdict; `resolved` is ours, by intervals over matched "
                          "seeds and problems, and the two may differ.")  # fmt: skip
     return [*sentences, results["reliability"]["words"], *([f"Partial: {'; '.join(missing)}."] if missing else [])]
+
+
+def flagged(results: Json) -> list[str]:
+    """What to mind of the differences."""
+    return [delta["flag"] for both in results["deltas"].values() for delta in both.values() if delta["flag"]]
 
 
 # ---------------------------------------------------------------------------------------------- README
@@ -178,7 +186,8 @@ def _result_table(results: Json) -> str:
              f"{unit} a seed{part}", f"against {BASELINE}"]  # fmt: skip
     where = (f"{head['model']['id']} on {head['device']}, {seed_words(results)}, "
              f"summed up at commit {(head.get('commit') or 'unknown')[:12]}.")  # fmt: skip
-    words = " ".join([where, *in_words(results)]).replace("*", "\\*")
+    mind = ["* has a caution in the next table."] if flagged(results) else []
+    words = " ".join([where, *how_to_read(results), *mind]).replace("*", "\\*")
     return f"{markdown(heads, _table_rows(results))}\n\n{words}"
 
 

@@ -774,7 +774,8 @@ def test_no_table_leaves_its_card(
     for both in wide["deltas"].values():
         for delta in both.values():
             delta["compare"] |= {"word": "moved the wrong way", "delta": -0.271, "low": -0.300, "high": -0.241}
-            delta["matched"] |= {"value": -0.230, "low": -0.533, "high": -0.172, "per_seed": [-0.271, -0.093, -0.327] * 2}
+            seeds = [-0.271, -0.093, -0.327] * 2
+            delta["matched"] |= {"value": -0.230, "low": -0.533, "high": -0.172, "per_seed": seeds}
     (tmp_path / "card.html").write_text(post.render_html(wide, drawn), encoding="utf-8")
     question = (
         "[...d.querySelectorAll('table')].filter(t => t.getBoundingClientRect().right > "

@@ -655,6 +655,16 @@ def test_what_could_not_be_counted_is_null(edited: tuple[Any, Any]) -> None:
     assert tables.render_table(results).splitlines()[2].split()[-4:-2] == ["–", "–"]
 
 
+@pytest.mark.parametrize(("text", "shown"), [
+    ("The cat sat on the mat and then it slept all day long.", "The cat [...] long."),
+    ("x" * 30, "xxxxxxxxxx [...] xxxxxxxxxx"),
+    ("Line one\n\nis here, and the last\nline two", "Line [...] line two"),
+    ("a" * 40 + " end", "aaaaaaaaaa [...] end"),
+])  # fmt: skip
+def test_a_long_message_is_cut_between_words(text: str, shown: str) -> None:
+    assert report.shortened(text, 20) == shown
+
+
 def test_example_chats_are_the_same_problems_for_every_arm(results: dict[str, Any]) -> None:
     shown = results["chats"]["arms"]
     assert list(shown) == ["untrained", *ARMS]
@@ -804,7 +814,7 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
         return {
             "partner": partner,
             "mean": mean,
-            "pass_at_1": [],
+            "pass_at_1": [{"value": value, "low": value - 0.05, "high": value + 0.05}],
             "seeds": [17],
             "score": [value],
             "talk": {"sends_own": [sends], "uses_partners": [0.5], "echoes": [echoes], "copies_answer": [copies]},
@@ -825,7 +835,8 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
         ["1", words.CHANGES["grpo"], "0.300 [0.250, 0.350]", "baseline"],
         ["2", words.CHANGES["raft"], "0.250 [0.200, 0.300]", "−0.050 [−0.090, −0.010]"],
     ]
-    first, second, third = words.learned(results)
+    first, stuck, second, third = words.learned(results)
+    assert stuck == "Runs whose score's interval does not lie above the untrained pair's: GRPO 0 of 1 and RAFT 0 of 1."
     assert "from 0.10 to 0.25–0.30 (" in first and "sends 0.50 of" in first and "0.80 to 0.90 after" in first
     assert "single seeds 0.25 to 0.30" in first and "above the untrained pair's: GRPO and RAFT. A copy" in first
     assert second == (
@@ -839,7 +850,8 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
     arms["raft"]["mean"] |= {"low": None, "high": None}
     unsure = {"value": -0.25, "low": -0.6, "high": 0.1, "per_seed": [-0.3, -0.2]}
     results["deltas"]["mixed"] = {"trained_pair": {"matched": unsure, "compare": {"word": "moved the wrong way"}}}
-    first, _, echo, copies, flat, side = words.runs_show(results)
+    first, stuck, _, echo, copies, flat, side = words.runs_show(results)
+    assert stuck.endswith("GRPO 0 of 1, RAFT 0 of 1, Mixed partners 1 of 1 (seed 17) and Reinforce-Ada 0 of 1.")
     assert "above the untrained pair's: GRPO and Reinforce-Ada; not so: Mixed partners." in first  # raft has none
     assert echo == (
         "Copies that repeat each other nearly word for word: mixed seed 17 (0.50 of the messages, score 0.05). "

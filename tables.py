@@ -44,7 +44,11 @@ WIDTH = 100
 
 
 def plus_minus(row: Json | None) -> str:
-    return f"{num(row['mean']['value'], 3)}±{num(row['mean']['half'], 3)}" if row else DASH
+    """A mean with half its interval; without, where one seed gives none."""
+    if not row:
+        return DASH
+    value, half = (num(row["mean"][name], 3) for name in ("value", "half"))
+    return value if row["mean"]["half"] is None else f"{value}±{half}"
 
 
 def bracket(found: Json, low: str = "low", high: str = "high", value: str = "value") -> str:
@@ -186,7 +190,7 @@ def _result_table(results: Json) -> str:
              f"{unit} a seed{part}", f"against {BASELINE}"]  # fmt: skip
     where = (f"{head['model']['id']} on {head['device']}, {seed_words(results)}, "
              f"summed up at commit {(head.get('commit') or 'unknown')[:12]}.")  # fmt: skip
-    mind = ["* has a caution in the next table."] if flagged(results) else []
+    mind = ["*: see `mind` in the next table."] if flagged(results) else []
     words = " ".join([where, *how_to_read(results), *mind]).replace("*", "\\*")
     return f"{markdown(heads, _table_rows(results))}\n\n{words}"
 

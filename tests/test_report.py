@@ -801,6 +801,13 @@ def test_table_shows_the_numbers(results: dict[str, Any]) -> None:
     assert lines["grpo"].endswith("baseline")
 
 
+def test_a_mean_of_one_seed_stands_without_an_interval() -> None:
+    one = summarize(*fake_runs.make(problems=4, steps=1, seeds=(17,), arms=("grpo",)), arms=("grpo",), seeds=(17,))
+    cells = next(line for line in tables.render_table(one).splitlines() if line.startswith("grpo")).split()
+    assert cells[1] == f"{one['arms']['grpo']['score'][0]:.3f}"
+    assert f"| grpo | {cells[1]} | " in tables.readme_tables(one)["result"]
+
+
 def test_score_of_a_finished_run_in_words(records: tuple[Any, Any], results: dict[str, Any]) -> None:
     words = report.score_text(chats_of(records[1]["ada", 17], "trained_pair"))
     assert words.startswith(f"{results['arms']['ada']['score'][0]:.3f} ± 0.") and words.endswith("(n 10 problems)")
@@ -867,7 +874,7 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
     assert "pair's: none; not so: GRPO, Mixed partners and Reinforce-Ada." in words.runs_show(results)[0]
     for seeds, where in (([0.3, 0.2], "above"), ([-0.1, 0.0], None), ([0.1, -0.2], None)):
         unsure["per_seed"] = seeds
-        assert [f"is {where} GRPO" in text for text in words.runs_show(results)[5:]] == ([True] if where else [])
+        assert [f"is {where} GRPO" in text for text in words.runs_show(results)[6:]] == ([True] if where else [])
     assert words.runs_show({**results, "arms": {"untrained": arms["untrained"]}}) == []
 
 

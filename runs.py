@@ -747,6 +747,9 @@ def plan(config: Config, options: Options) -> int:
             what += f", about {spent:.1f} min" if spent else ""
             what += f" (its {parts_differ(differs)})" if options.reuse and differs != ["absent"] else ""
         print(f"{run_label(arm, seed):<20} {what}")
+    for name in (name for name in found if name not in options.wanted):  # a table holds every record that fits
+        differs = stale_parts(found[name], key)
+        print(f"{run_label(*name):<20} {f'not used, its {parts_differ(differs)}' if differs else 'reused'}")
     if total:
         price = "" if config.device == "cpu" else f", ${total / 60 * options.price:.2f} at ${options.price:g} an hour"
         print(f"in all about {total:.0f} min{price}")

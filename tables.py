@@ -231,7 +231,7 @@ def _cost_table(results: Json) -> str:
     if shared := shared_words(results):
         words += (f" {shared} `total` is the wall time of the runs and the phases are its parts, both longer beside "
                   "others; `on the card` is each arm's part of the time the card was taken.")  # fmt: skip
-    heads = ["method", *PHASES, "on the card", "training chats", "evaluation chats", "million tokens"]
+    heads = ["method", *PHASES, "on the card", "training chats played", "evaluation chats", "million tokens"]
     return f"{markdown(heads, rows)}\n\n{words}"
 
 
@@ -248,11 +248,13 @@ def _published_table(results: Json) -> str:
     heads = ["method", *(f"published: {name}" for name in theirs), *(f"ours: {name}" for name in theirs[:3])]
     order = _order({row["arm"]: row["mean"] for row in published["rows"]})
     both = [row["arm"] for row in published["rows"] if row["arm"] in arms]
+    seeds = {tuple(arms[arm]["seeds"]) for arm in both if arm != "untrained"}
+    uneven = ", not all of them over the same seeds" * (len(seeds) > 1)
     our_order = _order({arm: arms[arm]["mean"]["value"] for arm in both})
     words = (f"Published: {published['model']} on {published['hardware']} ({published['versions']}), "
              f"{num(published['total_minutes'], 0)} GPU minutes, ${num(published['dollars'])}; "
              f"{'; '.join(published['notes'])}. Ours: {head['model']['id']} on {head['device']}. Highest mean first, "
-             f"published: {order}; ours: {our_order}.")  # fmt: skip
+             f"published: {order}; ours: {our_order}{uneven}. Theirs are {published['source']}.")  # fmt: skip
     return f"{markdown(heads, rows)}\n\n{words}"
 
 

@@ -119,7 +119,9 @@ def answer(results: Json) -> tuple[str, str]:
     best = max(repeated or trained, key=lambda arm: trained[arm]["mean"]["value"])
     beside = {"grpo": "with GRPO", "untrained": "untrained"}
     others = [f"{score_words(rows[arm], 2)} {words}" for arm, words in beside.items() if arm in rows and arm != best]
-    first = f"{name_of(best)} has the highest mean share of held-out answers right: {score_words(trained[best], 2)}"
+    several = "Of the rules with several seeds, " * (0 < len(repeated) < len(trained))
+    first = f"{several}{name_of(best)} has the highest mean share of held-out answers right: "
+    first += score_words(trained[best], 2)
     first += f", against {listed(others)}." if others else "."
     matched = {
         arm: both["trained_pair"]["matched"] for arm, both in results["deltas"].items() if both.get("trained_pair")
@@ -269,7 +271,7 @@ def runs_show(results: Json) -> list[str]:
         return []
     found = [
         _gain_words(rows["untrained"], trained),
-        _stuck_words(rows["untrained"], trained),
+        _stuck_words(trained),
         _stranger_words(rows["untrained"], trained, results),
         habit_words(results, "echoes", "Copies that repeat each other nearly word for word", "messages"),
         habit_words(results, "copies_answer", "B boxes what A has boxed and names no other number", "chats"),
@@ -286,7 +288,8 @@ def _gain_words(base: Json, trained: dict[str, Json]) -> str:
     high, lows = base["mean"]["high"], {arm: row["mean"]["low"] for arm, row in trained.items()}
     known = {name_of(arm): low > high for arm, low in lows.items() if low is not None and high is not None}
     above, others = ([name for name, is_above in known.items() if is_above is side] for side in (True, False))
-    means = span(row["mean"]["value"] for row in trained.values()).replace(" to ", "–")
+    repeated = [row for row in trained.values() if len(row["seeds"]) > 1] or list(trained.values())
+    means = span(row["mean"]["value"] for row in repeated).replace(" to ", "–")
     single = span(score for row in trained.values() for score in row["score"])
     words = f"Training moves the pair's score from {num(base['mean']['value'])} to {means} "
     words += f"(means over seeds, by rule; single seeds {single})."
@@ -298,17 +301,17 @@ def _gain_words(base: Json, trained: dict[str, Json]) -> str:
             f"before, {after('uses_partners')} after.")  # fmt: skip
 
 
-def _stuck_words(base: Json, trained: dict[str, Json]) -> str:
-    """How many runs of each rule end no better than the untrained pair, by intervals over problems."""
-    parts, high = [], base["mean"]["high"]
+def _stuck_words(trained: dict[str, Json]) -> str:
+    """How many runs of each rule end no better than the untrained pair, paired by problem."""
+    parts = []
     for arm, row in trained.items():
-        lows = [found["low"] for found in row["pass_at_1"]]
-        if high is None or None in lows:
+        if row["gain"] is None or any(gain["low"] is None for gain in row["gain"]):
             return ""
-        stuck = [str(seed) for seed, low in zip(row["seeds"], lows, strict=True) if low <= high]
+        stuck = [str(seed) for seed, gain in zip(row["seeds"], row["gain"], strict=True) if gain["low"] <= 0]
         named = f" (seed{'s' * (len(stuck) > 1)} {listed(stuck)})" if stuck else ""
-        parts.append(f"{name_of(arm)} {len(stuck)} of {len(lows)}{named}")
-    return f"Runs whose score's interval does not lie above the untrained pair's: {listed(parts)}."
+        parts.append(f"{name_of(arm)} {len(stuck)} of {len(row['seeds'])}{named}")
+    return (f"Runs not shown to be better than the untrained pair (difference by problem, 95% interval): "
+            f"{listed(parts)}.")  # fmt: skip
 
 
 def _stranger_words(base: Json, trained: dict[str, Json], results: Json) -> str:

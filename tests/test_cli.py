@@ -179,6 +179,10 @@ def test_one_small_arm_from_start_to_table_then_reused_without_torch(
     planned = capsys.readouterr().out.splitlines()
     assert planned == ["untrained            reused", "raft seed 17         reused",
                        "nothing is left to run: without --plan the table is made of what is reused"]  # fmt: skip
+    assert recipe.main([*flags, "--arm", "grpo", "--seeds", "17", "--reuse", "--plan"]) == 0
+    planned = capsys.readouterr().out.splitlines()  # the table would hold raft's run too
+    assert planned[0] == "untrained            reused" and planned[1].startswith("grpo seed 17         runs")
+    assert planned[2] == "raft seed 17         reused"
     assert "raft seed 17: trained pair" in shown and "(n 6 problems)" in shown
     first = json.loads((out / "results.json").read_text())
     assert not (out / "checkpoints" / "raft-s17").exists() and not list(out.glob("**/*.tmp"))

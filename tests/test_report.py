@@ -96,6 +96,22 @@ def test_interval_covers_the_mean(seeds: int, problems: int, between: float) -> 
     assert 0.92 <= covered / tries <= 0.985  # 0.98 and the error of 400 tries
 
 
+@pytest.mark.parametrize(("seeds", "failing", "least", "most"), [
+    (3, 0.2, 0.75, 0.90), (3, 0.5, 0.68, 0.82), (5, 0.2, 0.70, 0.83), (5, 0.4, 0.88, 0.97),
+])  # fmt: skip
+def test_interval_is_too_narrow_where_seeds_learn_or_fail(
+    seeds: int, failing: float, least: float, most: float
+) -> None:
+    """Scores of about 0.27, or 0.07 where a seed fails: the README says how often such intervals hold the mean."""
+    rng, covered, tries = np.random.default_rng(7), 0, 400
+    for _ in range(tries):
+        score = np.where(rng.random((seeds, 1)) < failing, 0.07, 0.27) + rng.normal(0, 0.02, (seeds, 1))
+        y = score + rng.normal(0, 0.15, (1, 300)) + rng.normal(0, 0.2, (seeds, 300))
+        found = report.mean_interval(y.tolist(), least=-1.0)
+        covered += found["low"] <= failing * 0.07 + (1 - failing) * 0.27 <= found["high"]
+    assert least <= covered / tries <= most
+
+
 def shapes(rng: np.random.Generator) -> dict[str, Callable[[int], np.ndarray]]:
     """Ways seeds may differ, each with a spread of about 0.1."""
     return {
@@ -149,7 +165,8 @@ def test_reliability_claims_only_what_was_planned() -> None:
     found = report.reliability([series("grpo", wide), series("ada", tight), series("raft", tight)])
     claims = {pair["arm"]: pair["claim"] for pair in found["pairs"]}
     assert claims == {"ada": True, "raft": False}
-    assert found["arms"]["grpo"]["worst"] == {"seed": 0, "score": 0.1} and "resolved (p 0.02" in found["words"]
+    assert found["arms"]["grpo"]["worst"] == {"seed": 0, "score": 0.1}
+    assert "the difference is resolved (one-sided p 0.02" in found["words"]
     assert found["arms"]["grpo"]["std"] == pytest.approx(np.std(wide, ddof=1))
     few = report.reliability([series("grpo", wide[:3]), series("ada", [0.3, 0.3001, 0.3002])])
     assert not few["pairs"][0]["claim"] and few["pairs"][0]["power"] == 0 and "not resolved" in few["words"]
@@ -265,6 +282,28 @@ def test_seeds_that_only_the_baseline_has_are_told_of_where_they_turn_the_differ
     assert grpo.scores == pytest.approx([0.5, 0.5, 0.1, 0.1]) and ada.scores == pytest.approx([0.4, 0.4])
     flag = report._deltas([grpo, ada], None)["ada"]["trained_pair"]["flag"]
     assert flag == "ada, trained pair: all 4 seeds of grpo and 2 of ada +0.100, the 2 that both have -0.100"
+
+
+def test_a_gain_is_paired_by_problem(records: tuple[Any, Any], results: dict[str, Any]) -> None:
+    """By an independent way: numpy, and Student's t from a table, on the differences from the mean of the re-runs."""
+    t = {9: 2.2622, 19: 2.0930}
+
+    def scores(chats: Any) -> dict[str, float]:
+        by: dict[str, list[float]] = {}
+        for chat in chats:
+            by.setdefault(chat["problem"], []).append(np.mean([g["correct"] for g in chat["grades"]]))
+        return {problem: float(np.mean(values)) for problem, values in by.items()}
+
+    reruns = [scores(sitting["chats"]) for sitting in records[0]["evaluations"]]
+    for key, partner in (("ada", "trained_pair"), ("ada_untrained_partner", "untrained_partner")):
+        for seed, gain in zip(SEEDS, results["arms"][key]["gain"], strict=True):
+            after = scores(chats_of(records[1]["ada", seed], partner))
+            differences = np.array([after[p] - np.mean([run[p] for run in reruns]) for p in after])
+            half = t[len(differences) - 1] * differences.std(ddof=1) / len(differences) ** 0.5
+            found = [gain["value"], gain["low"], gain["high"]]
+            middle = differences.mean()
+            assert found == pytest.approx([middle, middle - half, middle + half], abs=2e-3)
+    assert results["arms"]["untrained"]["gain"] is None
 
 
 def test_chats_are_graded_again(edited: tuple[Any, Any], results: dict[str, Any]) -> None:
@@ -617,6 +656,21 @@ def test_what_the_readme_says_of_single_runs_is_in_their_records() -> None:
     assert f"in {bare[20]} and {bare[21]} of these 30 steps at most one group of eight" in prose
     assert f"in the other seeds in {others[0]} to {others[-1]}, in Ada's, after its replays, in none" in prose
     assert not any(early("ada")[2].values())
+    row = report.load_results(ROOT / "results.json")["arms"]
+    ends = {name: [f"{value:.2f}" for value in row["grpo"]["talk"][name]] for name in ("sends_own", "uses_partners")}
+    start = {name: f"{np.mean(row['untrained']['talk'][name]):.2f}" for name in ends}
+    assert row["grpo"]["seeds"] == [*SEEDS, 20, 21]
+    assert f"({ends['sends_own'][3]} and {ends['sends_own'][4]} on the held-out problems, the untrained pair " in prose
+    assert f"the untrained pair {start['sends_own']}), using" in prose
+    uses = f"({ends['uses_partners'][3]} and {ends['uses_partners'][4]}, the untrained pair {start['uses_partners']})"
+    assert uses in prose
+    idle = row["grpo"]["training"]["unchanged_steps"]
+    assert f"{idle[3]} and {idle[4]} of all 80 steps had nothing to learn from, in the other seeds {idle[0]}, " in prose
+    assert f"in the other seeds {idle[0]}, {idle[1]} and {idle[2]}." in prose
+    failed, other = row["grpo"]["score"][3:], row["untrained"]["mean"]["value"]
+    least, most = min(row["ada"]["score"]), max(row["ada"]["score"])
+    assert f"({failed[0]:.2f} and {failed[1]:.2f} against {other:.2f}), none of Ada's does ({least:.2f} to" in prose
+    assert f"to {most:.2f})" in prose
 
 
 def test_cost_adds_up(records: tuple[Any, Any], results: dict[str, Any]) -> None:
@@ -822,6 +876,7 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
             "partner": partner,
             "mean": mean,
             "pass_at_1": [{"value": value, "low": value - 0.05, "high": value + 0.05}],
+            "gain": None if partner == "untrained" else [{"value": value - 0.1, "low": value - 0.15, "high": value}],
             "seeds": [17],
             "score": [value],
             "talk": {"sends_own": [sends], "uses_partners": [0.5], "echoes": [echoes], "copies_answer": [copies]},
@@ -843,7 +898,10 @@ def test_climb_and_learned_say_what_the_numbers_say() -> None:
         ["2", words.CHANGES["raft"], "0.250 [0.200, 0.300]", "−0.050 [−0.090, −0.010]"],
     ]
     first, stuck, second, third = words.learned(results)
-    assert stuck == "Runs whose score's interval does not lie above the untrained pair's: GRPO 0 of 1 and RAFT 0 of 1."
+    assert stuck == (
+        "Runs not shown to be better than the untrained pair (difference by problem, 95% interval): GRPO 0 of 1 and "
+        "RAFT 0 of 1."
+    )
     assert "from 0.10 to 0.25–0.30 (" in first and "sends 0.50 of" in first and "0.80 to 0.90 after" in first
     assert "single seeds 0.25 to 0.30" in first and "above the untrained pair's: GRPO and RAFT. A copy" in first
     assert second == (

@@ -489,7 +489,7 @@ def _arm(s: Series, runs: Sequence[Run], pair: Run | None, series: Sequence[Seri
         found = wai.pass_at(rows, k=4)
         first.append(_with_interval(found.pass_at_1, found.ci95))
         fourth.append(_with_interval(found.pass_at_k, found.pass_at_k_ci95))
-    before = next((other.talk for other in series if other.partner == "untrained"), None)
+    base = next((other for other in series if other.partner == "untrained"), None)
     own, lengths = s.partner == "trained_pair", ("message_tokens", "answer_tokens")
     timed = [pair] if s.partner == "untrained" and pair else runs if own else []
     minutes = [r.processes * r.seconds["total"] / 60 for r in timed]
@@ -497,9 +497,9 @@ def _arm(s: Series, runs: Sequence[Run], pair: Run | None, series: Sequence[Seri
         "arm": s.arm, "partner": s.partner, "formula": ARMS[s.arm].formula if s.arm in ARMS else None,
         "unit": "re-run" if s.partner == "untrained" else "training seed", "seeds": list(s.seeds), "score": s.scores,
         "mean": mean_interval(s.scores_SP, one_model=s.partner == "untrained"), "pass_at_1": first, "pass_at_4": fourth,
-        "gain": _gains(s, next((other for other in series if other.partner == "untrained"), None)),
+        "gain": _gains(s, base),
         "talk": {name: [getattr(talk, name) for talk in s.talk] for name in Talk.__dataclass_fields__},
-        "before": before and {name: mean(getattr(talk, name) for talk in before) for name in lengths},
+        "before": base and {name: mean(getattr(talk, name) for talk in base.talk) for name in lengths},
         "kinds": dict(sorted(Counter(g.kind for chats in s.chats for chat in chats for g in chat.grades).items())),
         "minutes": minutes or None,
         "training": _training(runs) if own else None,
@@ -598,13 +598,13 @@ def _flag(before: Series, after: Series, compared: Json, matched: Json) -> str |
     if matched["n_seeds"] < 2:
         return None
     shown = {key: round(compared[key] or 0.0, 4) for key in ("delta", "train_delta")}
-    mean, seeds, found = round(matched["value"], 4), matched["n_seeds"], []
-    if shown["delta"] * mean < 0:
+    ours, seeds, found = round(matched["value"], 4), matched["n_seeds"], []
+    if shown["delta"] * ours < 0:
         found.append(f"seed {compared['seed_after']}, whileai's headline, {shown['delta']:+.3f}, over {seeds} seeds "
-                     f"{mean:+.3f}: the headline points against the mean")  # fmt: skip
-    if shown["train_delta"] * mean < 0:
+                     f"{ours:+.3f}: the headline points against the mean")  # fmt: skip
+    if shown["train_delta"] * ours < 0:
         found.append(f"all {len(before.seeds)} seeds of {before.arm} and {len(after.seeds)} of {after.arm} "
-                     f"{shown['train_delta']:+.3f}, the {seeds} that both have {mean:+.3f}")  # fmt: skip
+                     f"{shown['train_delta']:+.3f}, the {seeds} that both have {ours:+.3f}")  # fmt: skip
     return f"{after.arm}, {after.partner.replace('_', ' ')}: {'; '.join(found)}" if found else None
 
 

@@ -109,13 +109,18 @@ def matched_words(matched: Json, digits: int = 3) -> str:
     return f"{num(matched['value'], digits, True)} {bounds}".strip()
 
 
+def several_seeds(trained: dict[str, Json]) -> dict[str, Json]:
+    """The rules that can be ranked: one seed may be luck."""
+    return {arm: row for arm, row in trained.items() if len(row["seeds"]) > 1}
+
+
 def answer(results: Json) -> tuple[str, str]:
     """The answer in two sentences: the highest mean beside the baseline, and what of the differences is resolved."""
     rows = {arm: results["arms"][arm] for arm in arms_of(results)}
     trained = {arm: row for arm, row in rows.items() if arm != "untrained" and row["mean"]["value"] is not None}
     if not trained:
         return "No trained pair has been measured yet.", "So the question is open."
-    repeated = [arm for arm, row in trained.items() if len(row["seeds"]) > 1]  # one seed may be luck
+    repeated = several_seeds(trained)
     best = max(repeated or trained, key=lambda arm: trained[arm]["mean"]["value"])
     beside = {"grpo": "with GRPO", "untrained": "untrained"}
     others = [f"{score_words(rows[arm], 2)} {words}" for arm, words in beside.items() if arm in rows and arm != best]
@@ -171,11 +176,6 @@ def gaps(results: Json) -> list[str]:
     return [*others, *runs, *map(str, results["header"]["failed"])]
 
 
-def training_seeds(results: Json) -> list[int]:
-    """The training seeds that there are."""
-    return sorted({seed for row in results["arms"].values() for seed in row["seeds"] if row["partner"] != "untrained"})
-
-
 def by_seeds(results: Json) -> dict[tuple[int, ...], list[str]]:
     """The trained arms by the training seeds that they have."""
     found: dict[tuple[int, ...], list[str]] = {}
@@ -195,8 +195,8 @@ def seed_list(results: Json) -> str:
 
 def seed_words(results: Json) -> str:
     """The training seeds that there are, as a phrase."""
-    seeds = seed_list(results)
-    return f"seed{'s' * (len(training_seeds(results)) != 1)} {seeds}" if seeds else "no training seed yet"
+    seeds = {seed for seeds in by_seeds(results) for seed in seeds}
+    return f"seed{'s' * (len(seeds) != 1)} {seed_list(results)}" if seeds else "no training seed yet"
 
 
 def count_words(results: Json) -> str:
@@ -288,8 +288,8 @@ def _gain_words(base: Json, trained: dict[str, Json]) -> str:
     high, lows = base["mean"]["high"], {arm: row["mean"]["low"] for arm, row in trained.items()}
     known = {name_of(arm): low > high for arm, low in lows.items() if low is not None and high is not None}
     above, others = ([name for name, is_above in known.items() if is_above is side] for side in (True, False))
-    repeated = [row for row in trained.values() if len(row["seeds"]) > 1] or list(trained.values())
-    means = span(row["mean"]["value"] for row in repeated).replace(" to ", "–")
+    repeated = several_seeds(trained) or trained
+    means = span(row["mean"]["value"] for row in repeated.values()).replace(" to ", "–")
     single = span(score for row in trained.values() for score in row["score"])
     words = f"Training moves the pair's score from {num(base['mean']['value'])} to {means} "
     words += f"(means over seeds, by rule; single seeds {single})."
